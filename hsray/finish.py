@@ -1,0 +1,149 @@
+"""The end of a run: what is derived from the resolutions, and `_SUCCESS` last.
+
+Everything here can be rebuilt at any time from `hsray.json`, the plan and the resolutions, so it may be cut
+short by a crash and simply runs again.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from hsray.checkpoint import final_norm_weight
+from hsray.index import write_index
+from hsray.ledger import Accounting, Ledger
+from hsray.records import JsonDict, Resolution
+from hsray.schema import CARD_KEY, FINAL_NORM_KEY
+from hsray.store import Store
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a finished (or interrupted) run holds. `committed + rejected + dead + left == rows`."""
+
+    rows: int
+    committed: int
+    rejected: int
+    dead: int
+    left: int
+    tokens: int
+    stored_bytes: int
+    shards: int
+    reject_reasons: dict[str, int]
+    dead_reasons: dict[str, int]
+
+    def to_json(self) -> JsonDict:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def summarize(run: JsonDict, accounting: Accounting, resolutions: dict[str, Resolution]) -> RunSummary:
+    """Count the outcomes of a run. Superseded records (none in a healthy run) are left out."""
+    plan = run["plan"]
+    shards = [
+        shard
+        for lease_id, resolution in resolutions.items()
+        if lease_id not in accounting.superseded
+        for shard in resolution.shards
+    ]
+    committed, dead = len(accounting.committed), len(accounting.dead)
+    return RunSummary(
+        rows=plan["num_rows"],
+        committed=committed,
+        rejected=plan["num_rejects"],
+        dead=dead,
+        left=plan["num_prompts"] - committed - dead,
+        tokens=sum(entry.num_tokens for shard in shards for entry in shard.entries),
+        stored_bytes=sum(shard.nbytes for shard in shards),
+        shards=len(shards),
+        reject_reasons=dict(plan["reject_reasons"]),
+        dead_reasons=dict(Counter(d.failure_class for d in accounting.dead.values()).most_common()),
+    )
+
+
+def finish_run(
+    store: Store, ledger: Ledger, run: JsonDict, accounting: Accounting, resolutions: dict[str, Resolution]
+) -> RunSummary:
+    """Write the index, the dataset card and, last, `_SUCCESS`. Every prompt must have its outcome."""
+    summary = summarize(run, accounting, resolutions)
+    if summary.left:
+        raise RuntimeError(f"{summary.left} prompts have no outcome; the run is not finished")
+    kept = {k: r for k, r in resolutions.items() if k not in accounting.superseded}
+    write_index(store, kept, [site["name"] for site in run["sites"]])
+    store.put(CARD_KEY, dataset_card(run, summary, store.url).encode())
+    ledger.write_success({**summary.to_json(), "finished": datetime.now(UTC).isoformat(timespec="seconds")})
+    return summary
+
+
+def store_final_norm(store: Store, model_path: str | Path, eps: float, kind: str) -> bool:
+    """Keep the final norm beside the data, so that postnorm can be derived from prenorm without the model.
+
+    Writes `final_norm.safetensors`: tensor `weight` `[hidden]`, metadata `eps` and `kind`. Returns False if the
+    checkpoint does not show the weight.
+    """
+    weight = final_norm_weight(model_path)
+    if weight is None:
+        return False
+    store.put(FINAL_NORM_KEY, save({"weight": np.ascontiguousarray(weight)}, {"eps": repr(eps), "kind": kind}))
+    return True
+
+
+def dataset_card(run: JsonDict, summary: RunSummary, url: str) -> str:
+    """README.md of the run, with the Hugging Face metadata block that makes `data/*.parquet` a dataset."""
+    sites = run["sites"]
+    features = [
+        ("prompt_id", "string"),
+        ("row", "int64"),
+        *((name, "int32") for name in ("segment", "num_segments", "token_start", "num_tokens", "seq_len")),
+    ]
+    lines = [
+        "---",
+        "configs:",
+        "- config_name: default",
+        "  data_files:",
+        "  - split: train",
+        "    path: data/*.parquet",
+        "dataset_info:",
+        "  features:",
+        *(f"  - name: {name}\n    dtype: {dtype}" for name, dtype in features),
+        "  - name: input_ids\n    sequence: int32",
+        "  - name: loss_mask\n    sequence: uint8",
+        *(f"  - name: {site['name']}\n    dtype: binary" for site in sites),
+        "---",
+        "",
+        f"# Hidden states of {run['model']['name']}",
+        "",
+        f"Made by hsray {run['hsray_version']} on {run['created']}, format version {run['format_version']}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| input rows | {summary.rows:,} |",
+        f"| prompts here | {summary.committed:,} |",
+        f"| rejected / dead | {summary.rejected:,} / {summary.dead:,} |",
+        f"| tokens | {summary.tokens:,} |",
+        f"| bytes in {summary.shards:,} shards | {summary.stored_bytes:,} |",
+        f"| hidden size, dtype | {run['model']['hidden_size']}, {run['dtype']} |",
+        "",
+        "| column | Hugging Face | meaning |",
+        "|---|---|---|",
+        *(f"| `{s['name']}` | `{s['huggingface']}` | {s['meaning']} |" for s in sites),
+        "",
+        "Each tensor column holds little-endian, row-major `[num_tokens, hidden_size]` values. One Parquet row is",
+        "one segment of one prompt (nearly always the whole prompt); read with hsray to have segments joined.",
+        "Only objects that `index.parquet` names are part of the dataset: an interrupted attempt may have left",
+        "others in `data/`; `python -m hsray.verify` counts them.",
+        "",
+        "```python",
+        "from hsray.reader import open_run",
+        "",
+        f"run = open_run({url!r})",
+        "row = next(iter(run))",
+        f"states = row[{sites[0]['name']!r}]  # [tokens, {run['model']['hidden_size']}] {run['dtype']}, zero-copy",
+        "```",
+        "",
+        "Reasons of rejects: " + (json.dumps(summary.reject_reasons) if summary.rejected else "none") + ".",
+        "",
+    ]
+    return "\n".join(lines)

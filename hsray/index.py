@@ -1,0 +1,167 @@
+"""`index.parquet`: where every segment of every prompt lies, as columns.
+
+The index is derived from the resolutions alone and can be rebuilt at any time; the resolutions are what
+counts. Everything here works on whole columns, so that a million segments take seconds.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hsray.errors import HsrayError
+from hsray.ranges import Range
+from hsray.records import IndexEntry, Resolution, ShardRecord
+from hsray.schema import INDEX_KEY, TOKEN_COLUMNS, index_schema
+from hsray.store import Store
+
+_ENTRY_FIELDS = {
+    "row": np.int64,
+    "segment": np.int32,
+    "num_segments": np.int32,
+    "token_start": np.int32,
+    "num_tokens": np.int32,
+    "seq_len": np.int32,
+    "row_group": np.int32,
+}
+
+
+def index_table(shards: Iterable[ShardRecord], site_names: Sequence[str]) -> pa.Table:
+    """Table of `schema.index_schema`, sorted by (row, segment), in one chunk.
+
+    The same shards give equal tables, in whatever order they come.
+
+    Raises:
+        HsrayError: two shards hold the same segment, or an entry lacks the extent of a column.
+    """
+    ordered = sorted(shards, key=lambda s: s.key)
+    entries = [entry for shard in ordered for entry in shard.entries]
+    codes = np.repeat(np.arange(len(ordered), dtype=np.int32), [len(shard.entries) for shard in ordered])
+    columns: dict[str, Any] = {
+        name: np.fromiter((getattr(entry, name) for entry in entries), dtype, len(entries))
+        for name, dtype in _ENTRY_FIELDS.items()
+    }
+    columns |= _extent_columns(entries, site_names)
+    order = np.lexsort((columns["segment"], columns["row"]))
+    columns = {name: values[order] for name, values in columns.items()}
+    codes = codes[order]
+    again = (np.diff(columns["row"]) == 0) & (np.diff(columns["segment"]) == 0)
+    if again.any():
+        at = int(np.flatnonzero(again)[0])
+        one, other = ordered[codes[at]].key, ordered[codes[at + 1]].key
+        raise HsrayError(f"row {columns['row'][at]}, segment {columns['segment'][at]} is in {one} and in {other}")
+    keys = pa.array([shard.key for shard in ordered], pa.string())
+    arrays = {name: pa.array(values) for name, values in columns.items()}
+    arrays["prompt_id"] = pa.array([entry.prompt_id for entry in entries], pa.string()).take(pa.array(order))
+    arrays["shard"] = pa.DictionaryArray.from_arrays(pa.array(codes), keys)
+    schema = index_schema(site_names)
+    return pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+
+def _extent_columns(entries: Sequence[IndexEntry], site_names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for name in (*TOKEN_COLUMNS, *site_names):
+        try:
+            extents = [entry.extents[name] for entry in entries]
+        except KeyError as err:
+            lacking = next(entry for entry in entries if name not in entry.extents)
+            raise HsrayError(f"row {lacking.row} ({lacking.prompt_id}): its record has no extent of {name}") from err
+        columns[f"{name}_offset"] = np.fromiter((x.offset for x in extents), np.int64, len(extents))
+        columns[f"{name}_nbytes"] = np.fromiter((x.nbytes for x in extents), np.int64, len(extents))
+        if name not in TOKEN_COLUMNS:
+            try:
+                columns[f"{name}_xxh3"] = np.fromiter((int(x.xxh3, 16) for x in extents), np.uint64, len(extents))
+            except (ValueError, OverflowError) as err:
+                raise HsrayError(f"a record of {name} holds a malformed xxh3: {err}") from err
+    return columns
+
+
+def write_index(store: Store, resolutions: Mapping[str, Resolution], site_names: Sequence[str]) -> int:
+    """Write `index.parquet` from the shards of `resolutions`, and return its number of rows.
+
+    Pass only records that the lease tree reaches (`ledger.account` names the others).
+    """
+    table = index_table((shard for record in resolutions.values() for shard in record.shards), site_names)
+    sink = pa.BufferOutputStream()
+    # Offsets compress to a third; hashes do not, and a dictionary of them only costs time.
+    pq.write_table(table, sink, compression="zstd", use_dictionary=["shard"], row_group_size=1 << 17)
+    store.put(INDEX_KEY, memoryview(sink.getvalue()))
+    return int(table.num_rows)
+
+
+def read_index(store: Store, site_names: Sequence[str]) -> pa.Table:
+    """Read `index.parquet`, in one chunk.
+
+    Raises:
+        FileNotFoundError: there is none: the run is not finished.
+        HsrayError: it is not an index of these sites.
+    """
+    data = store.get(INDEX_KEY)
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+    except (pa.ArrowException, OSError) as err:
+        raise HsrayError(f"{INDEX_KEY} is not readable: {err}") from err
+    expected = index_schema(site_names)
+    if not table.schema.equals(expected):
+        raise HsrayError(f"{INDEX_KEY} does not have the columns of {', '.join(site_names)}: {table.schema.names}")
+    return table.unify_dictionaries().combine_chunks()
+
+
+class Segments:
+    """The index as arrays, one element per segment, sorted by (row, segment).
+
+    The segments of the prompt at position p are `first[p]` to `first[p + 1]`.
+
+    Raises:
+        HsrayError: the segments of a prompt do not add up to the prompt.
+    """
+
+    def __init__(self, table: pa.Table, sites: Sequence[str]) -> None:
+        arrays: dict[str, npt.NDArray[Any]] = {
+            name: table[name].to_numpy() for name in table.column_names if name not in ("prompt_id", "shard")
+        }
+        shard = table["shard"].combine_chunks()
+        self.shard_keys: list[str] = shard.dictionary.to_pylist()
+        self.shard: npt.NDArray[np.int32] = shard.indices.to_numpy()
+        self.row = arrays["row"]
+        self.num_tokens = arrays["num_tokens"]
+        self.token_start = arrays["token_start"]
+        self.seq_len = arrays["seq_len"]
+        self.offset = {name: arrays[f"{name}_offset"] for name in (*TOKEN_COLUMNS, *sites)}
+        self.nbytes = {name: arrays[f"{name}_nbytes"] for name in (*TOKEN_COLUMNS, *sites)}
+        self.xxh3 = {site: arrays[f"{site}_xxh3"] for site in sites}
+        heads = np.flatnonzero(arrays["segment"] == 0)
+        self.first = np.append(heads, table.num_rows)
+        self.prompt_ids: list[str] = table["prompt_id"].combine_chunks().take(pa.array(heads)).to_pylist()
+        self._check(arrays["segment"], arrays["num_segments"])
+
+    def _check(self, number: npt.NDArray[Any], num_segments: npt.NDArray[Any]) -> None:
+        counts = np.diff(self.first)
+        if counts.sum() != len(number):
+            raise HsrayError(f"the index has no first segment of row {self.row[0]}")
+        if not len(number):
+            return
+        heads, tokens_before = self.first[:-1], np.cumsum(self.num_tokens, dtype=np.int64) - self.num_tokens
+        head, count = np.repeat(heads, counts), np.repeat(counts, counts)
+        wrong = (
+            (self.row != self.row[head])
+            | (number != np.arange(len(number)) - head)
+            | (num_segments != count)
+            | (self.token_start != tokens_before - tokens_before[head])
+            | (self.seq_len != np.repeat(np.add.reduceat(self.num_tokens, heads), counts))
+        )
+        if wrong.any():
+            raise HsrayError(
+                f"the index does not hold each segment of row {self.row[np.flatnonzero(wrong)[0]]} exactly once"
+            )
+
+    def of(self, position: int) -> range:
+        return range(int(self.first[position]), int(self.first[position + 1]))
+
+    def where(self, segment: int, column: str) -> Range:
+        """The payload of a column."""
+        key = self.shard_keys[self.shard[segment]]
+        return Range(key, int(self.offset[column][segment]), int(self.nbytes[column][segment]))

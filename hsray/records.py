@@ -1,0 +1,256 @@
+"""The nouns that cross modules and processes: frozen, picklable, JSON-able where they are stored.
+
+A prompt is known by its `row`: the dense, 0-based position of its input row over all input files in
+order, rejects included. Rows are what leases, resolutions and the ledger count; `prompt_id` is the
+name a user sees.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+MaskArray = npt.NDArray[np.uint8]
+JsonDict = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One tokenized input row.
+
+    Attributes:
+        row: dense input position.
+        prompt_id: unique in the run.
+        input_ids: int32 `[T]`, T >= 1, special tokens included, exactly what the engine prefills.
+        loss_mask: uint8 `[T]`, aligned with `input_ids` and unshifted: 1 where the token itself is
+            one the drafter should learn to predict (an assistant token).
+        file: the file it came from (URL as the user would write it).
+        line: 1-based line in a text file, 1-based row in a Parquet file.
+    """
+
+    row: int
+    prompt_id: str
+    input_ids: IntArray
+    loss_mask: MaskArray
+    file: str
+    line: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """An input row that no engine will see: bad input, found while planning.
+
+    `reason` is a short stable code (`empty`, `too_long`, `malformed_json`, ...) that reports count by;
+    `detail` says what is wrong with this row; `snippet` is the start of the row, at most 200 characters.
+    """
+
+    row: int
+    prompt_id: str | None
+    file: str
+    line: int
+    reason: str
+    detail: str
+    snippet: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The unit of work: some prompts of one root lease of the plan.
+
+    Attributes:
+        lease_id: `000123` for a root; `.r` (remainder), `.a` and `.b` (bisected halves) are appended.
+        rows: ascending input rows.
+        num_tokens: tokens of each of `rows`, same order.
+    """
+
+    lease_id: str
+    rows: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+
+    @property
+    def root_id(self) -> str:
+        return self.lease_id.split(".", 1)[0]
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+    def child(self, suffix: Literal["r", "a", "b"], rows: "set[int] | frozenset[int]") -> "Lease":
+        """The part of this lease whose rows are in `rows`, under the id `<lease_id>.<suffix>`."""
+        kept = [(r, n) for r, n in zip(self.rows, self.num_tokens, strict=True) if r in rows]
+        return Lease(f"{self.lease_id}.{suffix}", tuple(r for r, _ in kept), tuple(n for _, n in kept))
+
+    def halves(self) -> "tuple[Lease, Lease]":
+        """The two bisected children `.a` and `.b`. The lease must have at least two rows."""
+        if len(self.rows) < 2:
+            raise ValueError(f"lease {self.lease_id} has {len(self.rows)} prompt(s); it cannot be bisected")
+        middle = len(self.rows) // 2
+        return self.child("a", set(self.rows[:middle])), self.child("b", set(self.rows[middle:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the raw bytes of one column value lie inside a shard object.
+
+    Attributes:
+        offset: first byte of the payload.
+        nbytes: payload length in bytes.
+        xxh3: xxh3-64 of the payload, 16 hex digits. Empty for `input_ids` and `loss_mask`, which the
+            Parquet page CRC covers.
+    """
+
+    offset: int
+    nbytes: int
+    xxh3: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One shard row: a segment of one prompt, and where each of its columns lies.
+
+    `row_group` equals the row's position in the shard (one row per row group). `num_tokens` counts this
+    segment, `token_start` is its first position, `seq_len` the whole prompt. `extents` is keyed by column:
+    `input_ids`, `loss_mask` (little-endian int32 each) and every site.
+    """
+
+    row: int
+    prompt_id: str
+    segment: int
+    num_segments: int
+    token_start: int
+    num_tokens: int
+    seq_len: int
+    row_group: int
+    extents: Mapping[str, Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One immutable Parquet object: its key relative to the run, size, xxh3-64 of all its bytes, contents."""
+
+    key: str
+    nbytes: int
+    xxh3: str
+    entries: tuple[IndexEntry, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The input rows held, ascending, each once."""
+        return tuple(sorted({e.row for e in self.entries}))
+
+
+FailureClass = Literal["prompt_permanent", "prompt_transient", "crash"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFailure:
+    """One prompt that an attempt could not deliver, and whether trying again may help."""
+
+    row: int
+    prompt_id: str
+    failure_class: FailureClass
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadPrompt:
+    """A prompt given up for good, with the reason and how often it was tried."""
+
+    row: int
+    prompt_id: str
+    failure_class: str
+    message: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOutcome:
+    """What a replica reports at the end of an attempt.
+
+    Rows of the lease that are neither in a shard nor in `failures` were not tried (drain, shutdown);
+    they go back without blame.
+    """
+
+    lease_id: str
+    attempt: str
+    shards: tuple[ShardRecord, ...]
+    failures: tuple[PromptFailure, ...]
+    seconds: float = 0.0
+
+    @property
+    def committed_rows(self) -> frozenset[int]:
+        return frozenset(e.row for s in self.shards for e in s.entries)
+
+
+ResolutionKind = Literal["commit", "split", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The single create-once record that ends a lease.
+
+    * `commit`: `shards` hold the committed rows, `dead` the ones given up; what is left of the lease
+      is the child `<lease_id>.r`, and `attempts` carries how often each left row was tried.
+    * `split`: nothing is committed; the children `<lease_id>.a` and `.b` hold all rows. `attempts` as above.
+    * `dead`: every row of the lease is in `dead`.
+    """
+
+    kind: ResolutionKind
+    lease_id: str
+    attempt: str
+    replica: str
+    shards: tuple[ShardRecord, ...] = ()
+    dead: tuple[DeadPrompt, ...] = ()
+    attempts: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def committed_rows(self) -> frozenset[int]:
+        return frozenset(e.row for s in self.shards for e in s.entries)
+
+    @property
+    def dead_rows(self) -> frozenset[int]:
+        return frozenset(d.row for d in self.dead)
+
+    def children(self, lease: Lease) -> tuple[Lease, ...]:
+        """The open leases that this resolution of `lease` leaves behind."""
+        if self.kind == "split":
+            return lease.halves()
+        left = set(lease.rows) - self.committed_rows - self.dead_rows
+        return (lease.child("r", left),) if left else ()
+
+    def to_json(self) -> JsonDict:
+        data = asdict(self)
+        data["attempts"] = {str(row): n for row, n in self.attempts.items()}
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Resolution":
+        """Inverse of `to_json`. Raises KeyError or TypeError on a record of another shape."""
+        shards = tuple(
+            ShardRecord(
+                key=s["key"],
+                nbytes=s["nbytes"],
+                xxh3=s["xxh3"],
+                entries=tuple(
+                    IndexEntry(**{**e, "extents": {c: Extent(**x) for c, x in e["extents"].items()}})
+                    for e in s["entries"]
+                ),
+            )
+            for s in data["shards"]
+        )
+        return cls(
+            kind=data["kind"],
+            lease_id=data["lease_id"],
+            attempt=data["attempt"],
+            replica=data["replica"],
+            shards=shards,
+            dead=tuple(DeadPrompt(**d) for d in data["dead"]),
+            attempts={int(row): n for row, n in data["attempts"].items()},
+        )

@@ -1,0 +1,802 @@
+"""Which replica runs which lease, what is retried, what is given up: events in, actions out.
+
+Pure: no threads, no clock (`now` comes with every event), no Ray, no store. The driver performs the actions
+and reports back. Promises: every open lease is queued, running or awaiting the answer to its one `Resolve`;
+nothing is believed done before its `Resolved`; a shard is discarded only after a standing record was seen
+that names another attempt; `Finished` is emitted exactly once and last.
+It must never know how a replica works, where records are kept, or what wall-clock time it is.
+
+How blame works. All leases that run on a replica when it dies are blamed. From then on they are suspects: a
+suspect runs alone on its replica, so the next death is exact, and an innocent one is delivered. A suspect
+prefers another place than the one it failed at. After `budgets.lease_crashes` deaths, at least one of them
+alone, it is bisected (its halves are suspects); a single prompt is dead. A place with a recent death is in
+doubt: it runs one lease at a time, unsuspected ones first, and is given up after `budgets.replica_deaths`
+deaths in a row.
+"""
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hsray.budget import MAX_BACKOFF_SECONDS, LeaseCounts, Overrun, PlaceStanding, PromptTries, RunBudget
+from hsray.config import BudgetConfig
+from hsray.records import DeadPrompt, Lease, LeaseOutcome, Resolution
+
+NO_CAPACITY_GRACE_SECONDS = 60.0
+"""How long a run waits without any place for replicas before it ends."""
+
+FinishReason = Literal["complete", "stopped", "no_capacity"] | Overrun
+
+
+# Events: what happened.
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceFound:
+    """A replica may run at `place` (a node and a slot on it) from now on. Known and abandoned places are ignored."""
+
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGone:
+    """Nothing can run at `place` any more. A replica there is lost without blame. For a planned end send
+    `Draining` first."""
+
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReady:
+    """The replica passed its self-test and takes leases."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDied:
+    """The replica is lost. `blame` is False for announced losses (drain, preemption): its leases go back as if
+    never started."""
+
+    replica: str
+    reason: str
+    blame: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFailedToStart:
+    """The replica never became ready. `permanent`: trying again at this place cannot help (configuration,
+    self-test)."""
+
+    replica: str
+    reason: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDone:
+    """The attempt ended and this is what it delivered; its shards are uploaded."""
+
+    replica: str
+    outcome: LeaseOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFailed:
+    """The attempt delivered nothing while its replica lives.
+
+    `storage`: the shard could not be uploaded; no prompt is to blame. `replica`: the engine is broken; the
+    replica is retired as if it had died. `cancelled`: nothing was complete when `CancelLease` came.
+    """
+
+    replica: str
+    lease_id: str
+    attempt: str
+    kind: Literal["storage", "replica", "cancelled"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The answer to a `Resolve`: the record that stands, and whether it is ours or another driver's."""
+
+    resolution: Resolution
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The replica's node goes away: finish what runs, start nothing. Once idle the replica is retired, and unless
+    `PlaceGone` comes within a minute another one is started at its place."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Commit what is complete and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. Needed about once a second: restarts after a pause and the grace period hang on it."""
+
+
+Event = (
+    PlaceFound
+    | PlaceGone
+    | ReplicaReady
+    | ReplicaDied
+    | ReplicaFailedToStart
+    | LeaseDone
+    | LeaseFailed
+    | Resolved
+    | Draining
+    | StopRequested
+    | Tick
+)
+
+
+# Actions: what the driver must do.
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnReplica:
+    """Start a replica. Answer: `ReplicaReady`, `ReplicaFailedToStart` or `ReplicaDied`."""
+
+    place: str
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetireReplica:
+    """Kill the replica, if it still lives. It is forgotten here: no answer is needed and none is believed."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartLease:
+    """Record start `number`, then start the attempt. Answer: `LeaseDone`, `LeaseFailed` or `ReplicaDied`."""
+
+    replica: str
+    lease: Lease
+    attempt: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLease:
+    """End the attempt early. Answer as for `StartLease`.
+
+    `keep`: upload what is complete and report it (the run stops); else drop it (another attempt's record
+    stands).
+    """
+
+    replica: str
+    lease_id: str
+    attempt: str
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """Create the lease's record once. Answer: exactly one `Resolved`."""
+
+    resolution: Resolution
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardShards:
+    """These objects are garbage: a standing record names another attempt. Deleting them is optional."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonPlace:
+    """No replica will be started at this place again."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Nothing is outstanding, or nothing can proceed. Replicas may still be up; shut them down."""
+
+    reason: FinishReason
+    detail: str
+
+
+Action = SpawnReplica | RetireReplica | StartLease | CancelLease | Resolve | DiscardShards | AbandonPlace | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One consistent picture for the progress line and the metrics.
+
+    `prompts_*` count the whole run, earlier drivers included; the other counters this driver. `leases_open`
+    includes queued, running and resolving ones. `retries` counts leases that went back to the queue and
+    remainders that hold prompts to be tried again; speculative copies are counted apart.
+    """
+
+    leases_open: int
+    leases_running: int
+    leases_resolving: int
+    leases_resolved: int
+    leases_lost: int
+    prompts_total: int
+    prompts_committed: int
+    prompts_dead: int
+    retries: int
+    speculations: int
+    replica_deaths: int
+    replicas_starting: int
+    replicas_ready: int
+    places_abandoned: int
+
+
+@dataclass(slots=True)
+class _Attempt:
+    attempt: str
+    lease_id: str
+    replica: str
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Replica:
+    name: str
+    place: str
+    is_ready: bool = False
+    is_draining: bool = False
+    running: dict[str, _Attempt] = field(default_factory=dict)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_ready and not self.is_draining
+
+
+@dataclass(slots=True)
+class _Place:
+    name: str
+    standing: PlaceStanding
+    spawn_at: float
+    replica: _Replica | None = None
+
+
+@dataclass(slots=True)
+class _OpenLease:
+    """`priority` is the plan order; `avoid` the places where it failed; `uploaded` the shard keys by attempt."""
+
+    lease: Lease
+    priority: tuple[int, str]
+    is_half: bool
+    avoid: set[str] = field(default_factory=set)
+    running: set[str] = field(default_factory=set)
+    uploaded: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    last_failure: str = ""
+    last_replica: str = "driver"
+
+    def note_failure(self, replica: _Replica, message: str) -> None:
+        self.avoid.add(replica.place)
+        self.last_failure, self.last_replica = message, replica.name
+
+
+class Scheduler:
+    """The state of one driver's run.
+
+    Args:
+        leases: open leases in plan order, those of earlier drivers' remainders and halves included.
+        budgets: when to give up.
+        starts: highest recorded start number by lease id.
+        attempts: failed tries by input row, from the resolutions.
+        total_rows: planned prompts of the run, finished ones included.
+        already_dead, already_committed: prompts finished by earlier drivers.
+        new_attempt_id: returns an id that no driver of this run ever used.
+        prompt_id_of: the `prompt_id` of an input row; needed to record a prompt that no replica reported on.
+        leases_in_flight: leases per ready replica.
+        speculate: run a second copy of the oldest lease on a replica that has nothing else to do.
+    """
+
+    def __init__(
+        self,
+        leases: Sequence[Lease],
+        budgets: BudgetConfig,
+        *,
+        starts: Mapping[str, int],
+        attempts: Mapping[int, int],
+        total_rows: int,
+        already_dead: int,
+        already_committed: int,
+        new_attempt_id: Callable[[], str],
+        prompt_id_of: Callable[[int], str],
+        leases_in_flight: int = 2,
+        speculate: bool = True,
+    ) -> None:
+        self._budgets = budgets
+        self._leases_in_flight = leases_in_flight
+        self._speculate_on_idle = speculate
+        self._new_attempt_id = new_attempt_id
+        self._prompt_id_of = prompt_id_of
+        self._total_rows = total_rows
+
+        self._tries = PromptTries(budgets.prompt_attempts, attempts)
+        self._counts = LeaseCounts(budgets, starts)
+        self._run = RunBudget(budgets, already_committed=already_committed, already_dead=already_dead)
+
+        self._places: dict[str, _Place] = {}
+        self._abandoned: set[str] = set()
+        self._incarnations: dict[str, int] = {}
+        self._replicas: dict[str, _Replica] = {}
+        self._attempts: dict[str, _Attempt] = {}  # oldest first
+        self._open: dict[str, _OpenLease] = {}
+        self._proposed: dict[str, str] = {}  # lease id -> attempt named in its unanswered Resolve
+        self._fresh: deque[str] = deque()  # root leases that never ran here, in plan order
+        self._returned: list[tuple[tuple[int, str], str]] = []  # everything else that waits, sorted by priority
+
+        self._actions: list[Action] = []
+        self._now = 0.0
+        self._no_place_since: float | None = None
+        self._was_ever_ready = False
+        self._start_refusal = ""
+        self._last_trouble = ""
+        self._ending: tuple[FinishReason, str] | None = None
+        self._is_finished = False
+        self._num_resolved = self._num_lost = self._num_retries = self._num_speculations = self._num_deaths = 0
+
+        order: dict[str, int] = {}
+        for lease in leases:
+            self._open_lease(lease, order.setdefault(lease.root_id, len(order)), avoid=())
+
+    # What the driver calls.
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in one event at time `now` (seconds, any origin, never decreasing); returns what to do, in order.
+
+        Events about replicas or attempts that are not known (any more) are ignored. After `Finished` every
+        event is.
+        """
+        if self._is_finished:
+            return []
+        self._now = now
+        match event:
+            case PlaceFound(place):
+                self._on_place_found(place)
+            case PlaceGone(place):
+                self._on_place_gone(place)
+            case ReplicaReady(name):
+                self._on_replica_ready(name)
+            case ReplicaDied(name, reason, blame):
+                self._on_replica_died(name, reason, blame)
+            case ReplicaFailedToStart(name, reason, permanent):
+                self._on_failed_to_start(name, reason, permanent)
+            case LeaseDone(name, outcome):
+                self._on_lease_done(name, outcome)
+            case LeaseFailed():
+                self._on_lease_failed(event)
+            case Resolved(resolution, ours):
+                self._on_resolved(resolution, ours)
+            case Draining(name):
+                self._on_draining(name)
+            case StopRequested():
+                self._end("stopped", "stop requested")
+            case Tick():
+                pass
+        self._advance()
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            leases_open=len(self._open),
+            leases_running=sum(1 for lease in self._open.values() if lease.running),
+            leases_resolving=len(self._proposed),
+            leases_resolved=self._num_resolved,
+            leases_lost=self._num_lost,
+            prompts_total=self._total_rows,
+            prompts_committed=self._run.committed,
+            prompts_dead=self._run.dead,
+            retries=self._num_retries,
+            speculations=self._num_speculations,
+            replica_deaths=self._num_deaths,
+            replicas_starting=sum(1 for r in self._replicas.values() if not r.is_ready),
+            replicas_ready=sum(1 for r in self._replicas.values() if r.is_ready),
+            places_abandoned=len(self._abandoned),
+        )
+
+    def _advance(self) -> None:
+        if self._ending is None and (overrun := self._run.overrun()) is not None and self._open:
+            self._end(*overrun)
+        self._release_drained()
+        if self._ending is None:
+            self._spawn()
+            self._fill()
+            self._speculate()
+            self._watch_capacity()
+        self._finish_if_done()
+
+    # Places and replicas.
+
+    def _on_place_found(self, place: str) -> None:
+        if place not in self._places and place not in self._abandoned:
+            standing = PlaceStanding(self._budgets.replica_deaths)
+            self._places[place] = _Place(place, standing, spawn_at=self._now)
+
+    def _on_place_gone(self, name: str) -> None:
+        self._abandoned.discard(name)
+        if (place := self._places.get(name)) is not None:
+            if place.replica is not None:
+                self._retire(place.replica, "its place is gone")
+            del self._places[name]
+
+    def _spawn(self) -> None:
+        # Loading a model at the tail of a run for a lease that an idle replica could take helps nobody.
+        num_wanted = len(self._open) - sum(1 for r in self._replicas.values() if not r.is_draining)
+        for place in self._places.values():
+            if num_wanted > 0 and place.replica is None and place.spawn_at <= self._now:
+                num_wanted -= 1
+                incarnation = self._incarnations.get(place.name, 0) + 1
+                self._incarnations[place.name] = incarnation
+                place.replica = _Replica(f"{place.name}#{incarnation}", place.name)
+                self._replicas[place.replica.name] = place.replica
+                self._actions.append(SpawnReplica(place.name, place.replica.name))
+
+    def _on_replica_ready(self, name: str) -> None:
+        if (replica := self._replicas.get(name)) is not None:
+            replica.is_ready = True
+            self._was_ever_ready = True
+
+    def _on_draining(self, name: str) -> None:
+        if (replica := self._replicas.get(name)) is not None:
+            replica.is_draining = True
+
+    def _release_drained(self) -> None:
+        for replica in [r for r in self._replicas.values() if r.is_draining and not r.running]:
+            self._retire(replica, "drained")
+
+    def _on_failed_to_start(self, name: str, reason: str, permanent: bool) -> None:
+        if (replica := self._replicas.get(name)) is None:
+            return
+        if permanent:
+            self._start_refusal = reason
+            self._abandon(self._places[replica.place], reason)
+        else:
+            self._lose(replica, reason, blame=True)
+
+    def _on_replica_died(self, name: str, reason: str, blame: bool) -> None:
+        if (replica := self._replicas.get(name)) is not None:
+            self._lose(replica, reason, blame=blame)
+
+    def _lose(self, replica: _Replica, reason: str, *, blame: bool) -> None:
+        """The replica is gone; blame its leases and its place, or nobody."""
+        place = self._places[replica.place]
+        if blame:
+            self._num_deaths += 1
+            guilty = [a.lease_id for a in replica.running.values() if self._is_undecided(a)]
+            for lease in (self._open[lease_id] for lease_id in guilty):
+                self._counts.crash(lease.lease.lease_id, alone=len(replica.running) == 1)
+                lease.note_failure(replica, reason)
+            place.standing.strike(guilty)
+        self._forget_replica(replica, reason, blameless=not blame)
+        self._abandon_if_spent(place, reason)
+
+    def _retire(self, replica: _Replica, reason: str) -> None:
+        self._actions.append(RetireReplica(replica.name, reason))
+        self._forget_replica(replica, reason, blameless=True)
+
+    def _forget_replica(self, replica: _Replica, reason: str, *, blameless: bool) -> None:
+        """Take the replica out, and its attempts with it."""
+        self._last_trouble = reason
+        del self._replicas[replica.name]
+        place = self._places[replica.place]
+        place.replica = None
+        # A drained place is usually gone within the pause; one that is not bound to a node is used again.
+        pause = MAX_BACKOFF_SECONDS if replica.is_draining else place.standing.backoff_seconds
+        place.spawn_at = self._now + pause
+        for attempt in list(replica.running.values()):
+            self._end_attempt(attempt, replica, blameless=blameless)
+            self._requeue(attempt.lease_id)
+
+    def _strike(self, replica: _Replica, reason: str) -> None:
+        """Count a failure against the place of a replica that lives on, unless it was one too many."""
+        place = self._places[replica.place]
+        place.standing.strike()
+        self._abandon_if_spent(place, reason)
+
+    def _abandon_if_spent(self, place: _Place, reason: str) -> None:
+        if place.standing.is_spent:
+            failures = f"{place.standing.strikes} failures in a row without a commit"
+            self._abandon(place, f"{failures}; the last: {reason}")
+
+    def _abandon(self, place: _Place, reason: str) -> None:
+        if place.replica is not None:
+            self._retire(place.replica, reason)
+        del self._places[place.name]
+        self._abandoned.add(place.name)
+        self._last_trouble = reason
+        self._actions.append(AbandonPlace(place.name, reason))
+
+    # Attempts.
+
+    def _on_lease_done(self, name: str, outcome: LeaseOutcome) -> None:
+        attempt = self._attempts.get(outcome.attempt)
+        if attempt is None or attempt.replica != name:
+            # A zombie's shards stay where they are: nothing here proves that no record names them.
+            return
+        replica = self._replicas[name]
+        self._end_attempt(attempt, replica, blameless=attempt.cancelled or replica.is_draining)
+        keys = tuple(shard.key for shard in outcome.shards)
+        if keys:
+            self._places[replica.place].standing.delivered()
+        lease = self._open.get(attempt.lease_id)
+        if lease is None:
+            self._discard(keys)
+            return
+        lease.uploaded[attempt.attempt] = keys
+        if attempt.lease_id not in self._proposed and not self._propose_outcome(lease, outcome, replica):
+            self._requeue(attempt.lease_id)
+
+    def _propose_outcome(self, lease: _OpenLease, outcome: LeaseOutcome, replica: _Replica) -> bool:
+        """Turn what was delivered into the lease's record; False if there is nothing to record."""
+        rows = lease.lease.rows
+        committed = outcome.committed_rows
+        is_first_try = not self._tries.of(rows)
+        dead: list[DeadPrompt] = []
+        may_retry = False
+        for failure in outcome.failures:
+            if failure.row in committed:
+                continue
+            tries = self._tries.fail(failure.row)
+            if failure.failure_class == "prompt_permanent" or self._tries.is_spent(failure.row):
+                dead.append(DeadPrompt(failure.row, failure.prompt_id, failure.failure_class, failure.message, tries))
+            else:
+                may_retry = True
+                lease.note_failure(replica, failure.message)
+        left = set(rows) - committed - {d.row for d in dead}
+        if committed or dead:
+            self._num_retries += may_retry
+            self._propose(
+                Resolution(
+                    kind="commit" if committed or left else "dead",
+                    lease_id=outcome.lease_id,
+                    attempt=outcome.attempt,
+                    replica=replica.name,
+                    shards=outcome.shards,
+                    dead=tuple(dead),
+                    attempts=self._tries.of(left),
+                )
+            )
+            return True
+        if may_retry and is_first_try:
+            # A lease of which nothing at all works says more about the place than about its prompts. Later
+            # tries do not count: a remainder may hold nothing but bad prompts.
+            self._strike(replica, f"nothing of lease {lease.lease.lease_id} worked: {lease.last_failure}")
+        return False
+
+    def _on_lease_failed(self, event: LeaseFailed) -> None:
+        attempt = self._attempts.get(event.attempt)
+        if attempt is None or attempt.replica != event.replica:
+            return
+        replica = self._replicas[event.replica]
+        if event.kind == "replica":
+            self._actions.append(RetireReplica(replica.name, event.message))
+            self._lose(replica, event.message, blame=True)
+            return
+        is_blameless = event.kind == "storage" or attempt.cancelled or replica.is_draining
+        self._end_attempt(attempt, replica, blameless=is_blameless)
+        self._requeue(attempt.lease_id)
+        if event.kind == "storage":
+            self._strike(replica, f"storage: {event.message}")
+
+    def _end_attempt(self, attempt: _Attempt, replica: _Replica, *, blameless: bool) -> None:
+        del self._attempts[attempt.attempt], replica.running[attempt.attempt]
+        if (lease := self._open.get(attempt.lease_id)) is not None:
+            lease.running.remove(attempt.attempt)
+            if blameless:
+                self._counts.give_back_start(attempt.lease_id)
+
+    def _is_undecided(self, attempt: _Attempt) -> bool:
+        return attempt.lease_id in self._open and attempt.lease_id not in self._proposed
+
+    # Leases: open -> queued -> running -> proposed -> resolved.
+
+    def _open_lease(self, lease: Lease, order: int, avoid: Collection[str]) -> None:
+        path = lease.lease_id.split(".")[1:]
+        self._open[lease.lease_id] = _OpenLease(
+            lease, (order, lease.lease_id), is_half="a" in path or "b" in path, avoid=set(avoid)
+        )
+        if not path and self._counts.exhaustion(lease.lease_id) is None:
+            self._fresh.append(lease.lease_id)
+        else:
+            self._enqueue(self._open[lease.lease_id])
+
+    def _requeue(self, lease_id: str) -> None:
+        """An attempt ended without a record: try again, unless another copy runs or the budget is spent."""
+        lease = self._open.get(lease_id)
+        if lease is not None and not lease.running and lease_id not in self._proposed:
+            self._num_retries += 1
+            self._enqueue(lease)
+
+    def _enqueue(self, lease: _OpenLease) -> None:
+        exhausted = self._counts.exhaustion(lease.lease.lease_id)
+        if exhausted is None:
+            bisect.insort(self._returned, (lease.priority, lease.lease.lease_id))
+        else:
+            self._condemn(lease, *exhausted)
+
+    def _condemn(self, lease: _OpenLease, times: int, why: str) -> None:
+        """The lease kills replicas: bisect it, or give its only prompt up."""
+        rows = lease.lease.rows
+        dead: tuple[DeadPrompt, ...] = ()
+        if len(rows) == 1:
+            message = f"{why}; the last: {lease.last_failure}" if lease.last_failure else why
+            dead = (DeadPrompt(rows[0], self._prompt_id_of(rows[0]), "crash", message, times),)
+        self._propose(
+            Resolution(
+                kind="dead" if dead else "split",
+                lease_id=lease.lease.lease_id,
+                attempt=self._new_attempt_id(),
+                replica=lease.last_replica,
+                dead=dead,
+                attempts={} if dead else self._tries.of(rows),
+            )
+        )
+
+    def _propose(self, resolution: Resolution) -> None:
+        self._proposed[resolution.lease_id] = resolution.attempt
+        self._actions.append(Resolve(resolution))
+
+    def _on_resolved(self, standing: Resolution, ours: bool) -> None:
+        if self._proposed.pop(standing.lease_id, None) is None:
+            return
+        lease = self._open.pop(standing.lease_id)
+        # The record is create-once, so from here on no other attempt's shards can ever be named by one.
+        kept = {shard.key for shard in standing.shards}
+        for attempt_id, keys in lease.uploaded.items():
+            if attempt_id != standing.attempt:
+                self._discard([key for key in keys if key not in kept])
+        for attempt_id in sorted(lease.running):
+            attempt = self._attempts[attempt_id]
+            attempt.cancelled = True
+            self._actions.append(CancelLease(attempt.replica, attempt.lease_id, attempt_id, keep=False))
+
+        self._num_resolved += 1
+        self._num_lost += not ours
+        self._run.count(committed=len(standing.committed_rows), dead=len(standing.dead_rows))
+        self._tries.forget(standing.committed_rows | standing.dead_rows)
+        self._tries.adopt(standing.attempts)
+        self._counts.forget(standing.lease_id)
+        for child in standing.children(lease.lease):
+            self._open_lease(child, lease.priority[0], lease.avoid)
+
+    def _discard(self, keys: Collection[str]) -> None:
+        if keys:
+            self._actions.append(DiscardShards(tuple(keys)))
+
+    # Giving out leases.
+
+    def _fill(self) -> None:
+        """Give every usable replica its leases, first one each, then the next."""
+        num_held = 0
+        for depth in range(self._leases_in_flight):
+            for replica in [r for r in self._replicas.values() if r.is_usable and len(r.running) == depth]:
+                if replica.running and num_held < self._num_waiting_suspects(replica.place):
+                    num_held += 1  # a suspect needs a replica of its own: let this one run dry
+                elif (lease := self._choose(replica)) is not None:
+                    self._start(lease, replica)
+
+    def _choose(self, replica: _Replica) -> _OpenLease | None:
+        """Take the next lease for `replica` out of the queue: returned ones before fresh ones, in plan order."""
+        waiting = self._waiting(replica.place)
+        is_in_doubt = self._places[replica.place].standing.is_in_doubt
+        if replica.running:
+            beside = [self._open[a.lease_id] for a in replica.running.values() if a.lease_id in self._open]
+            if is_in_doubt or any(self._suspicion(lease) for lease in beside):
+                return None
+            returned = next((lease for lease in waiting if not self._suspicion(lease)), None)
+        elif is_in_doubt:
+            # A place in doubt proves itself on the least suspected lease, so that a death there tells the two
+            # apart. Among the halves of a lease that finds the innocent one before the place has to go.
+            returned = min(waiting, key=self._suspicion, default=None)
+            if returned is not None and self._suspicion(returned) and self._fresh:
+                returned = None
+        else:
+            returned = next(waiting, None)
+        if returned is None:
+            return self._open[self._fresh.popleft()] if self._fresh else None
+        self._returned.remove((returned.priority, returned.lease.lease_id))
+        return returned
+
+    def _waiting(self, place: str) -> Iterator[_OpenLease]:
+        """Returned leases that may run at `place`: those that failed there only if there is nowhere else."""
+        for _, lease_id in self._returned:
+            lease = self._open[lease_id]
+            if place not in lease.avoid or not any(
+                r.is_usable and r.place not in lease.avoid for r in self._replicas.values()
+            ):
+                yield lease
+
+    def _num_waiting_suspects(self, place: str) -> int:
+        return sum(1 for lease in self._waiting(place) if self._suspicion(lease))
+
+    def _suspicion(self, lease: _OpenLease) -> int:
+        """0 for a lease that nothing speaks against; suspects run alone."""
+        return self._counts.crashes(lease.lease.lease_id) + lease.is_half
+
+    def _start(self, lease: _OpenLease, replica: _Replica) -> None:
+        attempt = _Attempt(self._new_attempt_id(), lease.lease.lease_id, replica.name)
+        self._attempts[attempt.attempt] = attempt
+        lease.running.add(attempt.attempt)
+        replica.running[attempt.attempt] = attempt
+        number = self._counts.start(attempt.lease_id)
+        self._actions.append(StartLease(replica.name, lease.lease, attempt.attempt, number))
+
+    def _speculate(self) -> None:
+        """Nothing waits: let idle replicas race the oldest leases, one copy of each."""
+        if not self._speculate_on_idle or self._fresh or self._returned:
+            return
+        idle = [
+            r
+            for r in self._replicas.values()
+            if r.is_usable and not r.running and not self._places[r.place].standing.is_in_doubt
+        ]
+        for attempt in list(self._attempts.values()) if idle else []:
+            if not self._is_undecided(attempt):
+                continue
+            lease = self._open[attempt.lease_id]
+            if len(lease.running) > 1 or self._suspicion(lease) or not self._counts.may_start(attempt.lease_id):
+                continue
+            # An idle replica never is the one that runs the attempt.
+            replica = next((r for r in idle if r.place not in lease.avoid), None)
+            if replica is not None:
+                idle.remove(replica)
+                self._num_speculations += 1
+                self._start(lease, replica)
+
+    # The end.
+
+    def _end(self, reason: FinishReason, detail: str) -> None:
+        """Start nothing more; have what runs commit what is complete. The first reason stands."""
+        if self._ending is not None:
+            return
+        self._ending = reason, detail
+        for attempt in self._attempts.values():
+            if not attempt.cancelled:
+                attempt.cancelled = True
+                self._actions.append(CancelLease(attempt.replica, attempt.lease_id, attempt.attempt, keep=True))
+
+    def _watch_capacity(self) -> None:
+        if self._places:
+            self._no_place_since = None
+            return
+        if self._no_place_since is None:
+            self._no_place_since = self._now
+        # Where the first replicas refused for good, waiting for another place only delays the message.
+        is_hopeless = bool(self._start_refusal) and not self._was_ever_ready
+        if is_hopeless or self._now - self._no_place_since >= NO_CAPACITY_GRACE_SECONDS:
+            trouble = self._start_refusal if is_hopeless else self._last_trouble
+            self._end("no_capacity", "no place left to run a replica" + (f"; the last: {trouble}" if trouble else ""))
+
+    def _finish_if_done(self) -> None:
+        if not self._open:
+            self._finish("complete", f"{self._num_resolved} leases resolved by this driver")
+        elif self._ending is not None and not self._is_waiting_for_answers():
+            self._finish(*self._ending)
+
+    def _is_waiting_for_answers(self) -> bool:
+        # Cancelled copies of resolved leases are not waited for: their shards are garbage either way.
+        return bool(self._proposed) or any(a.lease_id in self._open for a in self._attempts.values())
+
+    def _finish(self, reason: FinishReason, detail: str) -> None:
+        self._is_finished = True
+        self._actions.append(Finished(reason, detail))

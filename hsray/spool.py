@@ -1,0 +1,216 @@
+"""The spool: one shared-memory arena per replica, between SGLang's processes and the shard writer.
+
+The replica creates the arena and decides where every prompt goes; the capture side only maps the file and
+writes where the request id tells it to. A slot is site-major `[sites, tokens, hidden]`, so each site of a
+prompt is one contiguous extent and no CPU ever transposes. Space is allocated with `posix_fallocate` before
+it is mapped: a full tmpfs is an ENOSPC here, never a SIGBUS later. Only numpy and the standard library.
+"""
+
+import bisect
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsray.errors import ConfigError, SpoolFull
+
+ARENA_NAME = "arena"
+_LOCK_NAME = "lock"
+_NEW_PREFIX = ".new-"
+_ABANDONED_NEW_SECONDS = 3600.0
+# Slots start on a page: a D2H copy never shares a page with another prompt's.
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the arena: `[offset, offset + nbytes)`; `reserved` is what the allocator holds for it."""
+
+    offset: int
+    nbytes: int
+    reserved: int
+
+
+class SlotAllocator:
+    """First-fit allocation of byte ranges in `[0, capacity)`, with coalescing. Not thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free: list[tuple[int, int]] = [(0, capacity)]  # (offset, nbytes), sorted, never adjacent
+        self.used_bytes = 0
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        """The lowest free slot of at least `nbytes`, or None if there is none now."""
+        need = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        for i, (offset, size) in enumerate(self._free):
+            if size >= need:
+                if size == need:
+                    del self._free[i]
+                else:
+                    self._free[i] = (offset + need, size - need)
+                self.used_bytes += need
+                return Slot(offset, nbytes, need)
+        return None
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back. Raises ValueError if any of it is free already."""
+        start, end = slot.offset, slot.offset + slot.reserved
+        i = bisect.bisect_left(self._free, (start, 0))
+        before = self._free[i - 1] if i else None
+        after = self._free[i] if i < len(self._free) else None
+        if (before and before[0] + before[1] > start) or (after and after[0] < end) or end > self.capacity:
+            raise ValueError(f"slot {slot} is not allocated")
+        if after and after[0] == end:
+            end += after[1]
+            del self._free[i]
+        if before and before[0] + before[1] == start:
+            start = before[0]
+            del self._free[i - 1]
+            i -= 1
+        self._free.insert(i, (start, end - start))
+        self.used_bytes -= slot.reserved
+
+
+class Admission:
+    """Byte budget with hysteresis: closes above the high watermark, opens again below the low one.
+
+    A prompt larger than the high watermark is let into an empty arena: it would never fit otherwise.
+    Not thread-safe; the replica holds its lock around every call.
+    """
+
+    def __init__(self, capacity: int, high_watermark: float, low_watermark: float) -> None:
+        self.allocator = SlotAllocator(capacity)
+        self.high_bytes = int(capacity * high_watermark)
+        self.low_bytes = int(capacity * low_watermark)
+        self.is_open = True
+
+    @property
+    def used_bytes(self) -> int:
+        return self.allocator.used_bytes
+
+    @property
+    def capacity(self) -> int:
+        return self.allocator.capacity
+
+    def admit(self, nbytes: int) -> Slot | None:
+        """A slot, or None while there is no room.
+
+        Raises:
+            SpoolFull: the arena could not hold `nbytes` even when empty.
+        """
+        if nbytes > self.capacity // ALIGNMENT * ALIGNMENT:
+            raise SpoolFull(
+                f"the prompt needs {nbytes:,} bytes of hidden states, the arena has {self.capacity:,}: "
+                "raise spool.bytes (and the size of the file system at spool.path)"
+            )
+        used = self.allocator.used_bytes
+        if not self.is_open and used <= self.low_bytes:
+            self.is_open = True
+        if used and (not self.is_open or used + nbytes > self.high_bytes):
+            self.is_open = False
+            return None
+        return self.allocator.allocate(nbytes)
+
+    def release(self, slot: Slot) -> None:
+        self.allocator.free(slot)
+
+
+class Arena:
+    """The owner's end: makes the file, maps it, removes it. One per replica incarnation."""
+
+    def __init__(self, root: str | Path, nbytes: int) -> None:
+        """Create `<root>/<uuid>/arena` of `nbytes` bytes, all of them really allocated.
+
+        Raises:
+            ConfigError: `root` is not writable, or the file system has no room.
+        """
+        root = Path(root)
+        self.nbytes = nbytes
+        name = uuid.uuid4().hex[:16]
+        staging, self.directory = root / f"{_NEW_PREFIX}{name}", root / name
+        try:
+            staging.mkdir(parents=True, mode=0o700)
+            # Held for the life of this process and freed by the kernel at its death, in whatever pid
+            # namespace: a folder whose lock can be taken has no owner.
+            self._lock = os.open(staging / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            staging.rename(self.directory)
+        except OSError as err:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise ConfigError(f"spool.path: cannot make a folder in {root}: {err.strerror}") from err
+        self.path = self.directory / ARENA_NAME
+        file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+            self._map = mmap.mmap(file, nbytes)
+        except OSError as err:
+            self.remove()
+            if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                free = shutil.disk_usage(root).free
+                raise ConfigError(
+                    f"spool.bytes: {nbytes:,} bytes do not fit into {root}, which has {free:,} free: "
+                    "lower spool.bytes, point spool.path at a larger tmpfs, or enlarge it "
+                    "(docker: --shm-size, Kubernetes: an emptyDir with medium Memory)"
+                ) from err
+            raise ConfigError(f"spool.path: cannot allocate the arena in {root}: {err.strerror}") from err
+        finally:
+            os.close(file)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Zero-copy view of arena bytes. Release it before `remove`."""
+        return memoryview(self._map)[offset : offset + nbytes]
+
+    def remove(self) -> None:
+        """Unlink the arena and let go of the lock. Views already given out stay readable."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(root: str | Path) -> list[Path]:
+    """Remove arenas under `root` whose owner is dead; returns what was removed.
+
+    An arena of a live process, of whatever run or container, keeps its lock and is left alone.
+    """
+    removed = []
+    for directory in Path(root).glob("*"):
+        is_new = directory.name.startswith(_NEW_PREFIX)
+        try:
+            if is_new and time.time() - directory.stat().st_mtime < _ABANDONED_NEW_SECONDS:
+                continue  # its owner may be between mkdir and flock
+            lock = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # not an arena, another user's, or removed by its owner just now
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+            removed.append(directory)
+        finally:
+            os.close(lock)
+    return removed
+
+
+def auto_arena_bytes(root: str | Path, shard_bytes: int, largest_prompt_bytes: int, replicas_per_node: int) -> int:
+    """Arena size for `spool.bytes: auto`: four shards or two of the largest prompt, whichever is more, at
+    most a quarter of what is free at `root` shared by the node's replicas, in whole pages.
+
+    Raises ConfigError if `root` cannot be made.
+    """
+    root = Path(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(root).free
+    except OSError as err:
+        raise ConfigError(f"spool.path: {root} is not usable: {err.strerror}") from err
+    wanted = max(4 * shard_bytes, 2 * largest_prompt_bytes)
+    nbytes = min(wanted, free // 4 // max(1, replicas_per_node))
+    return max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT)
