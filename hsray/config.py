@@ -103,6 +103,9 @@ class EngineConfig(Section):
     """Environment of the engine's processes (NCCL_*, SGLANG_*, ...)."""
     allow_untested: bool = False
     """Start on a SGLang version or model class that hsray was not tested on; the self-test decides."""
+    allow_change: list[str] = Field(default_factory=list)
+    """A run remembers its engine (`engine.json`), since another version or layout gives other numbers. Replicas
+    that differ are refused, except in the keys named here (`sglang_version`, `tp_size`, ...)."""
     start_timeout_seconds: float = Field(default=1800.0, gt=0)
     """How long a replica may take to load the model and pass its self-test."""
     request_timeout_seconds: float = Field(default=900.0, gt=0)

@@ -41,6 +41,18 @@ CPU_ARGUMENTS: dict[str, Any] = {
     # Otherwise SGLang sizes its KV pool by the machine's memory: gigabytes.
     "max_total_tokens": 20_000,
 }
+# A change of one of these in the middle of a run gives other numbers.
+NUMBERS_DEPEND_ON = (
+    "sglang_version",
+    "model_class",
+    "engine_dtype",
+    "tp_size",
+    "dp_size",
+    "quantization",
+    "kv_cache_dtype",
+    "attention_backend",
+    "chunked_prefill_size",
+)
 # hsray decides these per replica or from another key of the configuration.
 _OWNED = {"model_path": "model.path", "trust_remote_code": "model.trust_remote_code", "rid": None, "nccl_port": None}
 

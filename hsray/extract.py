@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from hsray.ledger import Ledger
     from hsray.plan import Plan
     from hsray.records import JsonDict
-    from hsray.scheduler import Action, Finished, Scheduler
+    from hsray.scheduler import Action, Finished, ReplicaFailedToStart, ReplicaReady, Scheduler
     from hsray.sites import Site
     from hsray.store import Store
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("hsray.extract")  # also when run as __main__
 
 # SGLang refuses prompts this close to its context length (one generated token and a reserve of its own).
 ENGINE_RESERVED_TOKENS = 7
@@ -333,7 +333,7 @@ class Driver:
     def drive(self) -> "Finished":
         from hsray.cluster import StoreFailed
         from hsray.progress import ProgressDisplay, Snapshot
-        from hsray.scheduler import Tick
+        from hsray.scheduler import ReplicaReady, Tick
 
         start = self.scheduler.progress
         done = start.prompts_committed + start.prompts_dead
@@ -345,10 +345,42 @@ class Driver:
                     event = Tick()
                 if isinstance(event, StoreFailed):
                     raise event.error
+                if isinstance(event, ReplicaReady):
+                    event = self.admit(event)
                 for action in self.scheduler.handle(event, time.monotonic()):
                     self.perform(action)
                 display.update(Snapshot(self.scheduler.progress, self.cluster.totals(), self.leases_total))
         return self.finished
+
+    def admit(self, event: "ReplicaReady") -> "ReplicaReady | ReplicaFailedToStart":
+        """Let a replica in if its engine is the one that the run began with; the first one sets it."""
+        from hsray.engine import NUMBERS_DEPEND_ON
+        from hsray.scheduler import ReplicaFailedToStart
+        from hsray.schema import ENGINE_KEY
+
+        facts = next(f for f in self.cluster.facts() if f.replica == event.replica)
+        mine = {
+            "sglang_version": facts.sglang_version,
+            "model_class": facts.model_class,
+            "engine_dtype": facts.engine_dtype,
+            **facts.engine,
+        }
+        stored = self.job.store.create_once(ENGINE_KEY, {"engine": mine}).record["engine"]
+        allowed = self.job.config.engine.allow_change
+        changed = [k for k in NUMBERS_DEPEND_ON if mine.get(k) != stored.get(k) and k not in allowed]
+        if not changed:
+            log.info("replica %s is ready on %s (log: %s)", event.replica, facts.node, facts.log_path)
+            for skipped in facts.self_test_skipped:
+                log.warning("replica %s: the self-test could not check %s", event.replica, skipped)
+            return event
+        self.cluster.retire(event.replica)
+        differs = ", ".join(f"{k}: {stored.get(k)} then, {mine.get(k)} now" for k in changed)
+        return ReplicaFailedToStart(
+            event.replica,
+            f"the engine is not the one this run began with ({differs}). Use that one, or name the keys in "
+            "engine.allow_change",
+            permanent=True,
+        )
 
     def perform(self, action: "Action") -> None:
         from hsray import scheduler as s

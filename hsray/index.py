@@ -133,30 +133,26 @@ class Segments:
         self.offset = {name: arrays[f"{name}_offset"] for name in (*TOKEN_COLUMNS, *sites)}
         self.nbytes = {name: arrays[f"{name}_nbytes"] for name in (*TOKEN_COLUMNS, *sites)}
         self.xxh3 = {site: arrays[f"{site}_xxh3"] for site in sites}
-        heads = np.flatnonzero(arrays["segment"] == 0)
+        heads = np.flatnonzero(np.diff(self.row, prepend=-1))
         self.first = np.append(heads, table.num_rows)
         self.prompt_ids: list[str] = table["prompt_id"].combine_chunks().take(pa.array(heads)).to_pylist()
         self._check(arrays["segment"], arrays["num_segments"])
 
     def _check(self, number: npt.NDArray[Any], num_segments: npt.NDArray[Any]) -> None:
-        counts = np.diff(self.first)
-        if counts.sum() != len(number):
-            raise HsrayError(f"the index has no first segment of row {self.row[0]}")
         if not len(number):
             return
-        heads, tokens_before = self.first[:-1], np.cumsum(self.num_tokens, dtype=np.int64) - self.num_tokens
-        head, count = np.repeat(heads, counts), np.repeat(counts, counts)
+        heads, counts = self.first[:-1], np.diff(self.first)
+        head = np.repeat(heads, counts)
+        tokens_before = np.cumsum(self.num_tokens, dtype=np.int64) - self.num_tokens
         wrong = (
-            (self.row != self.row[head])
-            | (number != np.arange(len(number)) - head)
-            | (num_segments != count)
+            (number != np.arange(len(number)) - head)
+            | (num_segments != np.repeat(counts, counts))
             | (self.token_start != tokens_before - tokens_before[head])
             | (self.seq_len != np.repeat(np.add.reduceat(self.num_tokens, heads), counts))
         )
         if wrong.any():
-            raise HsrayError(
-                f"the index does not hold each segment of row {self.row[np.flatnonzero(wrong)[0]]} exactly once"
-            )
+            row = self.row[np.flatnonzero(wrong)[0]]
+            raise HsrayError(f"the index does not hold each segment of row {row} exactly once")
 
     def of(self, position: int) -> range:
         return range(int(self.first[position]), int(self.first[position + 1]))

@@ -118,7 +118,9 @@ class ProgressDisplay:
     def update(self, snapshot: Snapshot) -> None:
         now = time.monotonic()
         totals = snapshot.totals
-        self._meter.add(now, totals.tokens, totals.stored_bytes, totals.prompts)
+        if snapshot.scheduler.replicas_ready or totals.tokens:
+            # Loading the model is not part of the rate.
+            self._meter.add(now, totals.tokens, totals.stored_bytes, totals.prompts)
         if self._bar is not None:
             finished = snapshot.scheduler.prompts_committed + snapshot.scheduler.prompts_dead
             tokens, nbytes, _ = self._meter.rates()

@@ -43,6 +43,13 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
 }
 
+_SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+
 
 def open_run(url: str, storage_options: Mapping[str, Any] | None = None, *, verify: bool = True) -> "Run":
     """Open the run at `url`, the `output.url` that it was extracted to.
@@ -221,14 +228,16 @@ class Run:
 
     def final_norm(self) -> FinalNorm | None:
         """The final norm that turns `final_prenorm` into `final_postnorm`; None if the run has none stored."""
-        from safetensors.numpy import load
+        from safetensors import deserialize
 
         try:
             data = self._ranges.read_object(FINAL_NORM_KEY)
         except FileNotFoundError:
             return None
-        model = self.record["model"]
-        return FinalNorm(load(data)["weight"], model["norm_eps"], model["norm_kind"])
+        model, tensor = self.record["model"], dict(deserialize(data))["weight"]  # type: ignore[no-untyped-call]
+        # safetensors' own numpy loader has no bfloat16.
+        weight = np.frombuffer(tensor["data"], _SAFETENSORS_DTYPES[tensor["dtype"]])
+        return FinalNorm(weight, model["norm_eps"], model["norm_kind"])
 
     def known(self, sites: Sequence[str] | None) -> tuple[str, ...]:
         """`sites`, or all of them for None. Raises KeyError for one that the run does not have."""

@@ -36,7 +36,7 @@ from hsray.schema import DATA_PREFIX, bytes_per_token
 from hsray.selftest import SelfTest, TestPrompt, make_test_prompts
 from hsray.shard import ShardRow, write_shard
 from hsray.sites import FINAL_PRENORM
-from hsray.spool import Admission, Arena, Slot, auto_arena_bytes, sweep
+from hsray.spool import Admission, Arena, Slot, auto_arena_bytes, shared_memory_files, sweep
 from hsray.store import open_store
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class ReplicaFacts:
     arena_bytes: int
     model_class: str
     sglang_version: str
+    engine_dtype: str
     engine: Mapping[str, str]
     self_test_passed: tuple[str, ...]
     self_test_skipped: tuple[str, ...]
@@ -177,7 +178,10 @@ class Replica:
                 allow_untested=spec.allow_untested,
             )
             engine_class = load_engine_class(spec.engine_class)
+            before = shared_memory_files(os.getpid())
             self.engine: PrefillEngine = engine_class(spec.engine, capture)
+            # Only what the engine brought: Ray's object store is mapped in this process as well.
+            self.arena.adopt(shared_memory_files(os.getpid()) - before - {str(self.arena.path)})
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="hsray-engine-loop", daemon=True).start()
             self._await_handshake()
@@ -202,6 +206,7 @@ class Replica:
             arena_bytes=self.arena.nbytes,
             model_class=hello.model_class,
             sglang_version=hello.sglang_version,
+            engine_dtype=hello.engine_dtype,
             engine=self.engine.facts,
             self_test_passed=tuple(self._report.passed),
             self_test_skipped=tuple(self._report.skipped),

@@ -21,6 +21,7 @@ ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Objects of a run, relative to its URL.
 RUN_KEY = "hsray.json"
+ENGINE_KEY = "engine.json"
 PLAN_PREFIX = "plan/"
 LEASES_PREFIX = "leases/"
 ATTEMPTS_PREFIX = "attempts/"

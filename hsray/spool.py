@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hsray.errors import ConfigError, SpoolFull
 
 ARENA_NAME = "arena"
 _LOCK_NAME = "lock"
+_LEFTOVERS_NAME = "leftovers"
 _NEW_PREFIX = ".new-"
 _ABANDONED_NEW_SECONDS = 3600.0
 # Slots start on a page: a D2H copy never shares a page with another prompt's.
@@ -165,8 +167,14 @@ class Arena:
         """Zero-copy view of arena bytes. Release it before `remove`."""
         return memoryview(self._map)[offset : offset + nbytes]
 
+    def adopt(self, files: Iterable[str | Path]) -> None:
+        """Name shared-memory files that go with this arena, whoever removes it: what SGLang's processes would
+        have unlinked themselves had they not been killed."""
+        (self.directory / _LEFTOVERS_NAME).write_text("\n".join(str(file) for file in files))
+
     def remove(self) -> None:
-        """Unlink the arena and let go of the lock. Views already given out stay readable."""
+        """Unlink the arena and what it adopted, and let go of the lock. Views already given out stay readable."""
+        _remove_leftovers(self.directory)
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -192,11 +200,38 @@ def sweep(root: str | Path) -> list[Path]:
         except OSError:
             continue
         else:
+            _remove_leftovers(directory)
             shutil.rmtree(directory, ignore_errors=True)
             removed.append(directory)
         finally:
             os.close(lock)
     return removed
+
+
+def _remove_leftovers(directory: Path) -> None:
+    try:
+        names = (directory / _LEFTOVERS_NAME).read_text().splitlines()
+    except OSError:
+        return
+    for name in names:
+        Path(name).unlink(missing_ok=True)
+
+
+def shared_memory_files(pid: int) -> set[str]:
+    """Files under /dev/shm that the process or any of its descendants has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps") as maps:  # noqa: PTH123
+            # The path is the sixth field; deleted files have nothing left to remove.
+            paths = [line.split(maxsplit=5)[5].rstrip() for line in maps if "/dev/shm/" in line]
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError:  # it ended while we looked
+        return set()
+    found = {path for path in paths if not path.endswith("(deleted)")}
+    return found.union(*(shared_memory_files(child) for child in children))
 
 
 def auto_arena_bytes(root: str | Path, shard_bytes: int, largest_prompt_bytes: int, replicas_per_node: int) -> int:

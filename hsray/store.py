@@ -118,6 +118,10 @@ class LocalBackend:
         return self._client
 
 
+def _full_jitter(cap: float) -> float:
+    return random.uniform(0.0, cap)
+
+
 class Store:
     """Objects under one URL. Keys are relative to it, made of plain segments joined by single slashes.
 
@@ -136,6 +140,7 @@ class Store:
         on_retry: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        jitter: Callable[[float], float] = _full_jitter,
     ) -> None:
         self.url = url
         self.backend = backend
@@ -144,7 +149,7 @@ class Store:
         self._on_retry = on_retry
         self._clock = clock
         self._sleep = sleep
-        self._rng = random.Random()
+        self._jitter = jitter
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -254,10 +259,11 @@ class Store:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. A key that does not exist is no error."""
-        paths = [self._path(key) for key in keys]
+        names = [*keys]
+        paths = [self._path(key) for key in names]
         if not paths:
             return
-        what = f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else paths[0]
+        what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         self.retrying("delete", what, lambda: self.attempt("delete", what, lambda: self._delete(paths)))
 
     def upload(self, key: str) -> "Upload":
@@ -286,8 +292,8 @@ class Store:
                 )
         except StoreUnavailable as err:
             raise StoreUnusable(
-                f"{self.url} did not answer for {prober.retry_seconds:.0f} s: {err}. Check the network, output.url and "
-                "output.storage_options.endpoint (or AWS_ENDPOINT_URL), and that credentials are set"
+                f"{self.url} is of no use for {prober.retry_seconds:.0f} s: {err.__cause__}. Check output.url, the "
+                "network, output.storage_options.endpoint or AWS_ENDPOINT_URL, and that credentials are set"
             ) from err
         try:
             prober.delete([key])
@@ -338,17 +344,19 @@ class Store:
             upload.complete()
 
     def _create(self, key: str, body: bytes) -> None:
-        client = self.backend.client(writing=True)
         if self.commit == "conditional":
-            obstore.put(client, self._path(key), body, mode="create", use_multipart=False)
+            self._put_if_absent(key, body)
             return
         # single-writer: nobody else writes, so look and put are one step.
         try:
-            obstore.head(client, self._path(key))
+            obstore.head(self.backend.client(writing=True), self._path(key))
         except FileNotFoundError:
-            obstore.put(client, self._path(key), body, use_multipart=False)
+            self._put_whole(key, memoryview(body))
         else:
             raise _KeyExists(key)
+
+    def _put_if_absent(self, key: str, body: bytes) -> None:
+        obstore.put(self.backend.client(writing=True), self._path(key), body, mode="create", use_multipart=False)
 
     def _get(self, key: str, purpose: Purpose) -> bytes:
         def request() -> bytes:
@@ -386,16 +394,15 @@ class Store:
         return self.attempt("list", folder, lambda: next(stream, ()))
 
     def _delete(self, paths: Sequence[str]) -> None:
-        client = self.backend.client()
         try:
-            obstore.delete(client, [*paths])
+            obstore.delete(self.backend.client(), [*paths])
         except FileNotFoundError as err:
             if _missing_bucket(str(err)):
                 raise
             # Only some stores take a missing key for deleted; the others stop at the first one.
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
-                    obstore.delete(client, path)
+                    obstore.delete(self.backend.client(), path)
 
     def _too_short(self, key: str, start: int, nbytes: int, size: int) -> str:
         return f"{self.locate(key)} ends at byte {size}, but bytes {start} to {start + nbytes} were asked for"
@@ -571,7 +578,7 @@ class Upload:
             self._writer.__exit__(_AbortUpload, aborted, None)
         except (BaseError, OSError) as err:
             # Invisible to readers either way; the bucket's lifecycle rule for unfinished uploads gets it.
-            logger.warning("unfinished upload left behind key=%s: %s", self._key, _first_line(err))
+            logger.warning("unfinished upload left behind key=%s: %s", self._key, _brief(err))
 
 
 class _AbortUpload(Exception):
@@ -593,7 +600,7 @@ class _Patience:
         store = self._store
         self._attempts += 1
         cap = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(self._attempts - 1, 30))
-        pause = store._rng.uniform(0.0, cap)
+        pause = store._jitter(cap)
         waited = store._clock() - self._started
         if waited + pause >= store.retry_seconds:
             raise StoreUnavailable(
@@ -796,6 +803,8 @@ def _open_client(scheme: str, container: str, options: Mapping[str, Any], purpos
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"(?:code|reason)\": ?\"(\w+)\"")
+_TRANSPORT_KIND = re.compile(r"HttpError \{\s+kind: (\w+)")
+_CAUSE = re.compile(r"(?:message|error): \"([^\"]+)\"")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _MISSING_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 # Answers of the 4xx kind that only mean: not now.
@@ -818,19 +827,20 @@ def _translate(err: Exception, operation: str, where: str, url: str) -> Exceptio
     """The exception to raise for what obstore raised."""
     text = str(err)
     what = f"{operation} {where}"
-    brief = _first_line(err)
+    brief = _brief(err)
     if isinstance(err, InvalidPathError):
         return ValueError(f"{what}: {brief}")
     status_match = _STATUS.search(text)
-    code_match = _CODE.search(text)
     status = int(status_match[1]) if status_match else None
-    code = (code_match[1] or code_match[2]) if code_match else ""
+    code = _error_code(text)
     if _missing_bucket(text):
         return StoreUnusable(f"{what}: the bucket of {url} does not exist. Create it, or correct output.url")
     if isinstance(err, FileNotFoundError):
+        if operation in ("put", "create"):
+            return StoreUnusable(f"{what}: refused: {brief}. Check output.url")
         return FileNotFoundError(where)
     if isinstance(err, AlreadyExistsError | PreconditionError):
-        return _KeyExists(where) if operation == "create" else StoreUnavailable(f"{what}: {brief}")
+        return _KeyExists(f"{what}: {brief}") if operation == "create" else StoreUnavailable(f"{what}: {brief}")
     if isinstance(err, NotImplementedError | NotSupportedError):
         hint = "; set output.commit: single-writer if only one driver ever writes here" if operation == "create" else ""
         return StoreUnusable(f"{what}: the store cannot do this ({brief}){hint}")
@@ -908,6 +918,24 @@ def _translate_transport(text: str, what: str, brief: str) -> Exception:
 
 def _missing_bucket(text: str) -> bool:
     return any(word in text for word in _MISSING_BUCKET)
+
+
+def _error_code(text: str) -> str:
+    """The store's own word for what is wrong, or nothing."""
+    match = _CODE.search(text)
+    return (match[1] or match[2]) if match else ""
+
+
+def _brief(err: BaseException) -> str:
+    """What obstore says, in a few words: the status and the store's code, or why there was no answer."""
+    text = str(err)
+    if status := _STATUS.search(text):
+        return f"answer {status[1]} {_error_code(text)}".rstrip()
+    kind = _TRANSPORT_KIND.search(text)
+    if kind is None:
+        return _first_line(err)
+    causes = [match[1] for match in _CAUSE.finditer(text)]
+    return f"no answer ({kind[1].lower()}{': ' + causes[-1] if causes else ''})"
 
 
 def _first_line(err: BaseException) -> str:

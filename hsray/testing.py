@@ -6,7 +6,7 @@ acknowledgement is lost), or for good. It never sleeps. Seeded, so that a failin
 
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Literal, TypeVar
 
@@ -18,20 +18,18 @@ StoreFault = Literal["before", "after", "refused"]
 
 
 class VirtualTime:
-    """A clock that only sleeping moves. Safe to share between threads."""
+    """A clock that only sleeping moves, in each thread by itself: threads sleep side by side."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._lock = threading.Lock()
+        self._local = threading.local()
 
     def now(self) -> float:
-        """Seconds slept so far, by everybody together."""
-        with self._lock:
-            return self._seconds
+        """Seconds this thread has slept."""
+        seconds: float = getattr(self._local, "seconds", 0.0)
+        return seconds
 
     def sleep(self, seconds: float) -> None:
-        with self._lock:
-            self._seconds += seconds
+        self._local.seconds = self.now() + seconds
 
 
 class FlakyStore(Store):
@@ -39,13 +37,14 @@ class FlakyStore(Store):
 
     Args:
         inner: where the objects really are; it may be shared by any number of flaky views.
-        rng: decides about every request.
+        rng: gives the seed. Whether a request fails depends on that seed, its operation, its key and how often both
+            came before, not on the order of threads.
         before: probability that a request fails without effect (`StoreUnavailable`).
         after: probability that a request takes effect and then fails (`StoreUnavailable`).
         refused: probability of a `StoreUnusable`, without effect.
         operations: which requests may fail at random: put, create, get, head, list, delete, upload. Default: all.
-        retry_seconds: patience on the virtual clock; 0 lets the first transient error through to the caller.
-        time: share one to see all pauses.
+        retry_seconds: patience on the virtual clock. Pauses are 0.25, 0.5, 1, 2, ... s here, so the default tries
+            twice and 0 lets the first transient error through.
     """
 
     def __init__(
@@ -57,11 +56,10 @@ class FlakyStore(Store):
         after: float = 0.0,
         refused: float = 0.0,
         operations: Collection[str] | None = None,
-        retry_seconds: float = 1.0,
+        retry_seconds: float = 0.5,
         on_retry: Callable[[str, int], None] | None = None,
-        time: VirtualTime | None = None,
     ) -> None:
-        self.time = time or VirtualTime()
+        self.time = VirtualTime()
         super().__init__(
             inner.url,
             inner.backend,
@@ -70,9 +68,11 @@ class FlakyStore(Store):
             on_retry=on_retry,
             clock=self.time.now,
             sleep=self.time.sleep,
+            jitter=lambda cap: cap / 2,
         )
         self.injected: dict[StoreFault, int] = {"before": 0, "after": 0, "refused": 0}
-        self._dice = rng
+        self._seed = rng.random()
+        self._seen: Counter[tuple[str, str]] = Counter()
         self._chances: dict[StoreFault, float] = {
             "before": before,
             "after": after,
@@ -94,7 +94,7 @@ class FlakyStore(Store):
             self._chances = dict.fromkeys(self._chances, 0.0)
 
     def attempt(self, operation: str, key: str, request: Callable[[], T]) -> T:
-        fault = self._draw(operation)
+        fault = self._draw(operation, key)
         if fault == "before":
             raise StoreUnavailable(f"{operation} {self.locate(key)}: injected, the request was lost")
         if fault == "refused":
@@ -104,13 +104,14 @@ class FlakyStore(Store):
             raise StoreUnavailable(f"{operation} {self.locate(key)}: injected, the reply was lost")
         return answer
 
-    def _draw(self, operation: str) -> StoreFault | None:
+    def _draw(self, operation: str, key: str) -> StoreFault | None:
         with self._fault_lock:
             drawn: StoreFault | None = None
+            self._seen[operation, key] += 1
             if scripted := self._scripted.get(operation):
                 drawn = scripted.popleft()
             elif self._operations is None or operation in self._operations:
-                dice = self._dice.random()
+                dice = random.Random(f"{self._seed} {operation} {key} {self._seen[operation, key]}").random()
                 for fault, chance in self._chances.items():
                     if dice < chance:
                         drawn = fault

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 ACCESS_KEY = "hsray-test-key"
 SECRET_KEY = "hsray-test-secret"
+BUCKET = "hsray-test"
 READ_ONLY_KEY = "hsray-read-only-key"
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -113,6 +115,8 @@ def run_seaweed(folder: Path) -> Iterator[Seaweed]:
         f"-s3.config={config}",
         "-webdav=false",
         "-admin.ui=false",
+        f"-bucket={BUCKET}",
+        "-s3.autoCreateBucket=false",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
     ]
@@ -122,7 +126,7 @@ def run_seaweed(folder: Path) -> Iterator[Seaweed]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     try:
-        server = Seaweed(port=s3, bucket="hsray-test", pid=process.pid)
+        server = Seaweed(port=s3, bucket=BUCKET, pid=process.pid)
         _wait_until_it_stores(server, process, log)
         yield server
     finally:
@@ -134,18 +138,34 @@ def run_seaweed(folder: Path) -> Iterator[Seaweed]:
             process.wait()
 
 
-def open_uploads(server: Seaweed, prefix: str = "") -> list[str]:
-    """Keys of multipart uploads that were begun and neither completed nor aborted."""
-    staging = obstore_client(server)
-    # SeaweedFS keeps the parts of open uploads as objects of the bucket under .uploads, outside of S3 listings.
-    raise NotImplementedError(staging, prefix)
+def open_uploads(server: Seaweed) -> list[str]:
+    """Keys of multipart uploads in the bucket that were begun and neither completed nor aborted."""
+    with _s3_api(server) as client:
+        return [upload["Key"] for upload in client.list_multipart_uploads(Bucket=server.bucket).get("Uploads", [])]
 
 
-def obstore_client(server: Seaweed, bucket: str | None = None) -> S3Store:
-    """A plain client that retries nothing."""
-    return S3Store(
-        bucket or server.bucket, allow_http=True, retry_config={"max_retries": 0}, **server.storage_options
+def abort_uploads(server: Seaweed) -> None:
+    """Remove the uploads that a test left open on purpose."""
+    with _s3_api(server) as client:
+        for upload in client.list_multipart_uploads(Bucket=server.bucket).get("Uploads", []):
+            client.abort_multipart_upload(Bucket=server.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+
+def _s3_api(server: Seaweed) -> contextlib.closing[Any]:
+    session = botocore.session.get_session()
+    return contextlib.closing(
+        session.create_client(
+            "s3",
+            endpoint_url=server.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=server.access_key,
+            aws_secret_access_key=server.secret_key,
+        )
     )
+
+
+def _plain_client(server: Seaweed) -> S3Store:
+    return S3Store(server.bucket, allow_http=True, retry_config={"max_retries": 0}, **server.storage_options)
 
 
 def _identity(name: str, access_key: str, actions: list[str]) -> dict[str, Any]:
@@ -154,16 +174,15 @@ def _identity(name: str, access_key: str, actions: list[str]) -> dict[str, Any]:
 
 
 def _wait_until_it_stores(server: Seaweed, process: subprocess.Popen[bytes], log: Path) -> None:
-    client = obstore_client(server)
+    client = _plain_client(server)
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
-            # The port answers long before a volume is ready; only a stored object proves it. The bucket is made
-            # by the first put.
+            # The port answers long before a volume is ready; only a stored object proves readiness.
             obstore.put(client, "ready", b"1")
             obstore.delete(client, "ready")
             return
-        except BaseError as err:
+        except (BaseError, FileNotFoundError) as err:
             if process.poll() is not None or time.monotonic() > deadline:
                 tail = log.read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"SeaweedFS did not start ({err})\n{tail}") from err

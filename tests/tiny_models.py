@@ -323,4 +323,4 @@ def _save_tokenizer(directory: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in KINDS:
         sys.exit(f"usage: python tests/tiny_models.py {{{','.join(KINDS)}}} DIR")
-    print(make_tiny_model(sys.argv[1], Path(sys.argv[2])))  # noqa: T201
+    print(make_tiny_model(sys.argv[1], Path(sys.argv[2])))

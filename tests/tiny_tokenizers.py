@@ -27,6 +27,13 @@ TEMPLATES = {
         "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
         f"{{% else %}}{{{{ {_TURN} }}}}{{% endif %}}{_END}{_HEADER}"
     ),
+    # The end of a turn is not marked.
+    "marked_content": (
+        f"{_LOOP}{{{{ '<|im_start|>' + m['role'] + '\n' }}}}"
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}"
+        f"{_END}{_HEADER}"
+    ),
     # The wrong turns are marked.
     "marked_inverted": (
         f"{_LOOP}{{% if m['role'] == 'user' %}}{{{{ '<|im_start|>user\n' }}}}"
@@ -47,6 +54,11 @@ TEMPLATES = {
     ),
     # Only the first two turns are rendered.
     "drops_turns": f"{{% for m in messages[:2] %}}{{{{ {_TURN} }}}}{_END}{_HEADER}",
+    "marked_drops_turns": (
+        "{% for m in messages[:2] %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        f"{_END}{_HEADER}"
+    ),
     # An empty block of reasoning in the last answer only, so earlier answers change as the conversation grows.
     "rewrites": (
         f"{_LOOP}{{{{ '<|im_start|>' + m['role'] + '\n' }}}}"

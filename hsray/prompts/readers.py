@@ -268,8 +268,8 @@ def _read_parquet(
     file: InputFile, storage_options: Mapping[str, Any], columns: Iterable[str]
 ) -> Iterator[SourceRow | BadRow]:
     with open_file(file, storage_options) as handle:
-        # A buffer size makes pyarrow stream the pages instead of loading whole column chunks.
-        parquet = _translated(lambda: pq.ParquetFile(handle, buffer_size=_PARQUET_BATCH_BYTES))
+        # Both are needed for pyarrow to stream the pages; else it loads the column chunks of a row group whole.
+        parquet = _translated(lambda: pq.ParquetFile(handle, buffer_size=_PARQUET_BATCH_BYTES, pre_buffer=False))
         wanted = set(columns)
         names = [name for name in parquet.schema_arrow.names if name in wanted] or parquet.schema_arrow.names
         batch_rows, row_bytes = _parquet_batch(parquet.metadata, names)

@@ -121,7 +121,7 @@ class PromptTokenizer:
 
     def decode(self, ids: IntArray) -> str:
         """The text of the ids `[T]`, special tokens included."""
-        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def _render(

@@ -118,12 +118,16 @@ def _make(gguf_path: Path, version: str, directory: Path) -> None:
         unfinished = Path(scratch) / directory.name
         unfinished.mkdir()
         _convert(gguf_path, version, unfinished)
-        try:
-            unfinished.replace(directory)
-        except OSError:
-            # Somebody else was faster: a directory cannot replace one that is not empty.
-            if not directory.is_dir():
-                raise
+        _publish(unfinished, directory)
+
+
+def _publish(unfinished: Path, directory: Path) -> None:
+    try:
+        unfinished.replace(directory)
+    except OSError:
+        # Somebody else was faster: a directory cannot replace one that is not empty. Theirs is as good.
+        if not directory.is_dir():
+            raise
 
 
 def _convert(gguf_path: Path, version: str, directory: Path) -> None:

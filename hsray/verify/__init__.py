@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from hsray.ranges import RangeReader
+from hsray.ranges import RETRY_SECONDS, RangeReader
 from hsray.reader import open_run
 from hsray.store import open_store
 from hsray.verify.parity import SiteParity, check_parity
@@ -44,7 +44,7 @@ def verify_run(
         ConfigError: the URL, an option or the model path is wrong.
         StoreError: the store refuses or does not answer. What is wrong with the run itself is in the report.
     """
-    store = open_store(url, storage_options)
+    store = open_store(url, storage_options, retry_seconds=RETRY_SECONDS)
     report = Report(url)
     record = read_record(store, report)
     plan = None if record is None else read_plan(store, record, report)

@@ -161,22 +161,22 @@ class RecordAudit:
     def _check_success(self, open_rows: int) -> None:
         self.report.count("success")
         try:
-            success: JsonDict = json.loads(self.store.get(SUCCESS_KEY))
+            success = json.loads(self.store.get(SUCCESS_KEY))
+            said = {name: success[name] for name in ("rows", "committed", "rejected", "dead")}
         except FileNotFoundError:
             self.report.add(
                 "success", f"the run is not finished: {open_rows} prompts are open. The command that started it resumes"
             )
             return
-        except ValueError as err:
-            self.report.add("success", f"cannot be understood: {err}", key=SUCCESS_KEY)
-            return
+        except (KeyError, TypeError, ValueError) as err:
+            self.report.add("success", f"cannot be understood: {err!r}", key=SUCCESS_KEY)
+            said = {}
         if open_rows:
             self.report.add("success", f"is there, but {open_rows} prompts are open", key=SUCCESS_KEY)
-        for name in ("rows", "committed", "rejected", "dead"):
-            if success.get(name) != self.report.counts[name]:
-                self.report.add(
-                    "success", f"says {success.get(name)} {name}, there are {self.report.counts[name]}", key=SUCCESS_KEY
-                )
+        for name, number in said.items():
+            if number != self.report.counts[name]:
+                message = f"says {number} {name}, there are {self.report.counts[name]}"
+                self.report.add("success", message, key=SUCCESS_KEY)
         self._check_index()
 
     def _check_index(self) -> None:

@@ -1,5 +1,6 @@
 """Chat templates and loss masks: the assistant's tokens exactly, or a refusal."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsray.errors import ConfigError
@@ -152,6 +153,34 @@ def test_spaces_that_the_offsets_leave_out_are_masked_too(load: Load) -> None:
     assert runs(tokenizer, ids, mask) == ["  hello   world  <|im_end|>"]
 
 
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_generation_markers_decide_whether_the_end_of_turn_is_in(load: Load, trim_offsets: bool) -> None:
+    tokenizer = load("marked_content", trim_offsets=trim_offsets)
+
+    ids, mask = masked(tokenizer, HELLO, Message("assistant", "hello   "), AGAIN, TODAY)
+
+    assert runs(tokenizer, ids, mask) == ["hello   ", "42 today"]
+
+
+def test_a_special_token_inside_an_answer_does_not_end_it(load: Load) -> None:
+    tokenizer = load("chatml")
+
+    ids, mask = masked(tokenizer, HELLO, Message("assistant", "write <|im_end|> to stop"), AGAIN)
+
+    assert runs(tokenizer, ids, mask) == ["write <|im_end|> to stop<|im_end|>"]
+
+
+def test_a_token_that_reaches_over_the_edge_of_an_answer_is_in(load: Load) -> None:
+    tokenizer = load("chatml")
+
+    ids, mask = masked(tokenizer, HELLO, Message("assistant", "\n\nhello"))
+
+    # The newline of the header and the first one of the answer are one token, which holds text of the assistant.
+    first = int(np.flatnonzero(mask)[0])
+    assert tokenizer.decode(ids[first : first + 1]) == "\n\n"
+    assert runs(tokenizer, ids, mask) == ["\n\n\nhello<|im_end|>"]
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     [
         "hello world",
@@ -168,6 +197,7 @@ conversations = st.lists(
 )
 
 
+@settings(deadline=None)  # the first example loads transformers
 @given(conversations, st.booleans())
 def test_on_any_conversation_both_methods_mask_what_the_assistant_wrote(
     load: Load, messages: list[Message], trim_offsets: bool
@@ -181,7 +211,9 @@ def test_on_any_conversation_both_methods_mask_what_the_assistant_wrote(
     np.testing.assert_array_equal(ids, marked_ids)
     np.testing.assert_array_equal(mask, marked_mask)
     answers = [message.content + "<|im_end|>" for message in messages if message.role == "assistant"]
-    assert runs(found, ids, mask) == answers
+    for run, answer in zip(runs(found, ids, mask), answers, strict=True):
+        # Only a newline can be merged over the edge, from the end of the header.
+        assert run == answer or (run == "\n" + answer and answer.startswith("\n"))
     assert found.decode(ids) == "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
 
 
@@ -219,6 +251,7 @@ def test_a_template_that_drops_a_turn_is_refused_with_and_without_markers(load: 
     assert refusal(load("drops_turns"), *FOUR_TURNS)[0] == "template_dropped_turn"
     # The last turn's text is in the rendering once, but two turns should have it.
     assert refusal(load("drops_turns"), HELLO, WORLD, HELLO)[0] == "template_dropped_turn"
+    assert refusal(load("marked_drops_turns"), HELLO, WORLD, AGAIN)[0] == "template_dropped_turn"
     assert masked(load("drops_turns"), HELLO, WORLD)[1].any()
 
 
@@ -272,8 +305,6 @@ def test_what_a_template_raises_becomes_the_reason(load: Load) -> None:
 
 
 def test_a_tokenizer_that_normalises_text_is_not_mistaken_for_a_wrong_mask(tmp_path: Path) -> None:
-    import json
-
     make_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     data = json.loads(path.read_text())
@@ -402,9 +433,11 @@ def test_the_fingerprint_follows_tokenizer_and_template_and_nothing_else(tmp_pat
     for name in ("tokenization_kimi.py", "tiktoken.model", "chat_template.jinja", "special_tokens_map.json"):
         (same / name).write_text(f"{name} changed")
         seen.add(tokenizer_fingerprint(str(same), None))
+    (same / "tokenization_kimi.py").rename(same / "tokenization_kimy.py")
+    seen.add(tokenizer_fingerprint(str(same), None))
     template.write_text(CHATML + " ")
     seen.add(tokenizer_fingerprint(str(directory), str(template)))
-    assert len(seen) == 7
+    assert len(seen) == 8
 
 
 def test_a_fingerprint_of_nothing_is_an_error(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import os
 import random
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hsray.errors import ConfigError, SpoolFull
-from hsray.spool import ALIGNMENT, Admission, Arena, Slot, SlotAllocator, auto_arena_bytes, sweep
+from hsray.spool import ALIGNMENT, Admission, Arena, Slot, SlotAllocator, auto_arena_bytes, shared_memory_files, sweep
 
 PAGE = ALIGNMENT
 
@@ -145,3 +146,48 @@ def test_auto_size_holds_two_of_the_largest_prompts(tmp_path: Path) -> None:
     nbytes = auto_arena_bytes(tmp_path, shard_bytes=PAGE, largest_prompt_bytes=50 * PAGE, replicas_per_node=1)
 
     assert nbytes == 100 * PAGE
+
+
+def test_what_an_arena_adopted_goes_with_it(tmp_path: Path) -> None:
+    leftover, kept = tmp_path / "sem.engine", tmp_path / "sem.other"
+    for file in (leftover, kept):
+        file.write_text("x")
+    arena = Arena(tmp_path / "spool", PAGE)
+    arena.adopt([leftover])
+
+    arena.remove()
+
+    assert not leftover.exists()
+    assert kept.exists()
+
+
+def test_a_sweep_removes_what_a_dead_owner_adopted(tmp_path: Path) -> None:
+    leftover = tmp_path / "sem.engine"
+    leftover.write_text("x")
+    code = textwrap.dedent(
+        f"""
+        import os, signal
+        from hsray.spool import Arena
+        Arena({str(tmp_path / "spool")!r}, 4096).adopt([{str(leftover)!r}])
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+
+    sweep(tmp_path / "spool")
+
+    assert not leftover.exists()
+
+
+def test_shared_memory_of_a_process_tree_is_found(tmp_path: Path) -> None:
+    code = "import multiprocessing.shared_memory as s, sys; m = s.SharedMemory('x', create=True, size=9)"
+    code = code.replace("'x'", "None") + "; print(m._name, flush=True); sys.stdin.read(); m.unlink()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    name = child.stdout.readline().strip().lstrip("/")
+
+    found = shared_memory_files(os.getpid())
+    child.communicate("")
+
+    assert f"/dev/shm/{name}" in found
+    assert f"/dev/shm/{name}" not in shared_memory_files(os.getpid())
