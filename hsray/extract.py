@@ -46,8 +46,8 @@ _TICK_SECONDS = 0.5
 _COMMIT_THREADS = 16
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+def main(argv: Sequence[str] | None = None, *, engine_class: str = "hsray.engine:SGLangEngine") -> int:
+    """Returns the exit code. `engine_class` is for tests: `hsray.testing:FakeEngine`."""
     parser = argparse.ArgumentParser(prog="python -m hsray.extract", description=__doc__)
     parser.add_argument("config", nargs="?", help="YAML file; without one, the quickstart runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example cluster.replicas=2")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             overrides = args.overrides
         config = load_config(args.config, overrides)
         configure_logging(config.log.level)
-        return int(run(config))
+        return int(run(config, engine_class=engine_class))
     except HsrayError as err:
         log.error("%s", err)
         log.debug("traceback", exc_info=True)
@@ -310,9 +310,10 @@ def work(job: Job, engine_class: str) -> "Finished | None":
     spec = replica_spec(job, engine_class)
     gpus = 0 if job.config.engine.is_cpu else job.config.engine.tp_size
     cluster = RayCluster(job.config.cluster, spec, gpus, events.put)
-    with _stop_on_signals(events):
+    with _stop_on_signals(events) as on_signals:
         try:
             cluster.start()
+            on_signals.install()  # Ray's start puts a handler of its own on SIGTERM, which aborts
             _say(f"Logs of SGLang and the replicas: {spec.log_dir}; of Ray: {cluster.session_dir()}")
             return Driver(job, scheduler, cluster, events).drive()
         finally:
@@ -445,6 +446,12 @@ def replica_spec(job: Job, engine_class: str) -> Any:
 
     config = job.config
     replicas = config.cluster.replicas
+    per_node = 8 // config.engine.tp_size or 1
+    env = dict(config.engine.env)
+    if config.engine.is_cpu:
+        per_node = replicas if isinstance(replicas, int) else 1
+        # Ray would give each actor as many threads as it reserves CPUs: one.
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // per_node)))
     log_dir = config.log.dir or str(Path(tempfile.gettempdir()) / "hsray-logs" / job.record["run_id"])
     return ReplicaSpec(
         run_url=job.store.url,
@@ -454,7 +461,7 @@ def replica_spec(job: Job, engine_class: str) -> Any:
             model_path=job.model_path,
             trust_remote_code=config.model.trust_remote_code,
             args=config.engine.args,
-            env=config.engine.env,
+            env=env,
             is_cpu=config.engine.is_cpu,
         ),
         facts=job.facts,
@@ -474,9 +481,7 @@ def replica_spec(job: Job, engine_class: str) -> Any:
         request_timeout_seconds=config.engine.request_timeout_seconds,
         log_dir=log_dir,
         allow_untested=config.engine.allow_untested,
-        replicas_per_node=replicas
-        if config.engine.is_cpu and isinstance(replicas, int)
-        else 8 // config.engine.tp_size or 1,
+        replicas_per_node=per_node,
         engine_class=engine_class,
     )
 
@@ -497,12 +502,17 @@ class _stop_on_signals:
         self._previous: dict[int, Any] = {}
         self._asked = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_stop_on_signals":
+        self.install()
+        return self
+
+    def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             try:
-                self._previous[number] = signal.signal(number, self._on_signal)
+                previous = signal.signal(number, self._on_signal)
             except ValueError:  # not the main thread: whoever runs us handles signals
                 return
+            self._previous.setdefault(number, previous)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         from hsray.scheduler import StopRequested

@@ -20,6 +20,7 @@ from hsray.records import JsonDict, Resolution
 from hsray.schema import CARD_KEY, FINAL_NORM_KEY
 from hsray.store import Store
 
+
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """What a finished (or interrupted) run holds. `committed + rejected + dead + left == rows`."""

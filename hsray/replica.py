@@ -160,6 +160,7 @@ class Replica:
         self._prompts = self._tokens = self._stored_bytes = self._rewritten = 0
         self._last_completion = time.monotonic()
         self._quarantine: dict[str, list[Slot]] = {}
+        self._cancelled: dict[str, bool] = {}  # attempt -> keep; a handful in the life of a replica
         self.store = open_store(spec.run_url, spec.storage_options, retry_seconds=spec.retry_seconds)
         swept = sweep(spec.spool.path)
         if swept:
@@ -235,6 +236,8 @@ class Replica:
         prompts = read_lease_prompts(self.store, plan, lease.rows)
         run = _LeaseRun(lease, attempt, deque(prompts))
         with self._lock:
+            if attempt in self._cancelled:
+                run.cancelled, run.keep = True, self._cancelled[attempt]
             self._runs.append(run)
         try:
             self._work(run)
@@ -255,8 +258,9 @@ class Replica:
 
     def cancel(self, lease_id: str, attempt: str, keep: bool) -> None:
         """Stop admitting prompts of an attempt. `run_lease` then returns soon: with what is complete if `keep`,
-        with nothing new otherwise."""
+        with nothing new otherwise. It may come before the attempt it means."""
         with self._lock:
+            self._cancelled[attempt] = keep
             for run in self._runs:
                 if run.lease.lease_id == lease_id and run.attempt == attempt:
                     run.cancelled = True

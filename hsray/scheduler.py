@@ -335,7 +335,7 @@ class Scheduler:
         self._replicas: dict[str, _Replica] = {}
         self._attempts: dict[str, _Attempt] = {}  # oldest first
         self._open: dict[str, _OpenLease] = {}
-        self._proposed: dict[str, str] = {}  # lease id -> attempt named in its unanswered Resolve
+        self._proposed: set[str] = set()  # leases whose Resolve is not answered yet
         self._fresh: deque[str] = deque()  # root leases that never ran here, in plan order
         self._returned: list[tuple[tuple[int, str], str]] = []  # everything else that waits, sorted by priority
 
@@ -399,7 +399,7 @@ class Scheduler:
     def progress(self) -> Progress:
         return Progress(
             leases_open=len(self._open),
-            leases_running=sum(1 for lease in self._open.values() if lease.running),
+            leases_running=len({a.lease_id for a in self._attempts.values() if a.lease_id in self._open}),
             leases_resolving=len(self._proposed),
             leases_resolved=self._num_resolved,
             leases_lost=self._num_lost,
@@ -653,12 +653,13 @@ class Scheduler:
         )
 
     def _propose(self, resolution: Resolution) -> None:
-        self._proposed[resolution.lease_id] = resolution.attempt
+        self._proposed.add(resolution.lease_id)
         self._actions.append(Resolve(resolution))
 
     def _on_resolved(self, standing: Resolution, ours: bool) -> None:
-        if self._proposed.pop(standing.lease_id, None) is None:
+        if standing.lease_id not in self._proposed:
             return
+        self._proposed.remove(standing.lease_id)
         lease = self._open.pop(standing.lease_id)
         # The record is create-once, so from here on no other attempt's shards can ever be named by one.
         kept = {shard.key for shard in standing.shards}

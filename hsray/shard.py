@@ -163,10 +163,13 @@ class _HashingSink:
 
     def write(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        if self._upload is not None:
+        # Detached while it may fail: pyarrow tries to write a footer before it lets an error through.
+        upload, self._upload = self._upload, None
+        if upload is not None:
             for piece in pieces(view):
                 self.hash.update(piece)
-            self._upload.write(view)
+            upload.write(view)
+            self._upload = upload
         self.nbytes += view.nbytes
         return view.nbytes
 
@@ -178,10 +181,6 @@ class _HashingSink:
 
     def close(self) -> None:
         self.closed = True
-
-    def detach(self) -> None:
-        """Swallow what still comes, after a failure."""
-        self._upload = None
 
 
 def _checked_states(rows: Sequence[ShardRow], sites: Sequence[str], token_bytes: int) -> list[dict[str, memoryview]]:
@@ -276,9 +275,7 @@ def _write_parquet(
             writer.write_table(_table(segment, schema))
         writer.close()
     except BaseException:
-        # pyarrow writes a footer when an open writer is collected. It must not reach the upload, and the
-        # error must not be buried under those of a second close.
-        sink.detach()
+        # An open writer closes itself when it is collected, and complains then.
         writer.is_open = False
         raise
     return footers[0], digests

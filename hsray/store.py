@@ -221,9 +221,10 @@ class Store:
 
         try:
             view = self.retrying("get", key, lambda: self.attempt("get", key, request))
-        except StoreError as err:
-            size = self.head(key).nbytes if not err.transient else start + nbytes
-            if size > start:
+        except StoreUnusable as err:
+            # Every store refuses a range that begins past the end in words of its own; the size tells.
+            size = self.head(key).nbytes
+            if start < size:
                 raise
             raise StoreError(self._too_short(key, start, nbytes, size)) from err
         if view.nbytes != nbytes:

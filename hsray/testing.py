@@ -1,16 +1,31 @@
 """Fakes that ship with the package, for our tests and anybody's.
 
 `FlakyStore` is a real `Store` whose requests fail on purpose: before they took effect, after they took effect (the
-acknowledgement is lost), or for good. It never sleeps. Seeded, so that a failing test can be replayed.
+acknowledgement is lost), or for good. It never sleeps. Seeded, so that a failing test can be replayed. `FakeEngine`
+makes up states, so that a whole run over Ray takes seconds.
 """
 
+import asyncio
+import mmap
+import os
 import random
+import signal
 import threading
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Collection
-from typing import Literal, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+import ml_dtypes
+import numpy as np
+
+from hsray.capture.settings import CaptureSettings
+from hsray.channel import Captured, ChannelClient, Hello, RequestId
+from hsray.engine import EngineSpec, PrefillResponse
 from hsray.errors import StoreUnavailable, StoreUnusable
+from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
 from hsray.store import Store
 
 T = TypeVar("T")
@@ -120,3 +135,97 @@ class FlakyStore(Store):
             if drawn is not None:
                 self.injected[drawn] += 1
             return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class FakeBehaviour:
+    """How a FakeEngine misbehaves; given as `engine.args` of the same names.
+
+    Attributes:
+        crash_token: a prompt that holds this id kills the process, as SIGKILL does.
+        nan_token: the row of this id becomes NaN in the first site.
+        refuse_token: a prompt that holds this id is refused, as SGLang refuses a request.
+        seconds_per_token: time a prompt takes; prompts run side by side.
+        max_prompt_tokens: longest prompt taken.
+    """
+
+    crash_token: int = -1
+    nan_token: int = -1
+    refuse_token: int = -1
+    seconds_per_token: float = 0.0
+    max_prompt_tokens: int = 1 << 20
+    hidden_size: int = 16
+    num_layers: int = 8
+
+
+def fake_states(site: str, input_ids: Sequence[int], hidden_size: int, dtype: str) -> "np.ndarray[Any, Any]":
+    """The states a FakeEngine delivers: `[tokens, hidden_size]`, a pure function of site and prompt."""
+    ids = np.asarray(input_ids, dtype="<i4")
+    seed = zlib.crc32(site.encode() + ids.tobytes())
+    values = np.random.default_rng(seed).standard_normal((len(ids), hidden_size), dtype=np.float32)
+    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+class FakeEngine:
+    """An engine with the real arena, the real channel and made-up states. No model, no SGLang, no torch.
+
+    `engine_class="hsray.testing:FakeEngine"` gives a whole run over Ray that starts in a second.
+    """
+
+    def __init__(self, spec: EngineSpec, capture: CaptureSettings) -> None:
+        self.behaviour = FakeBehaviour(**{k: v for k, v in spec.args.items() if k != "device"})
+        self.capture = capture
+        self.max_prompt_tokens = self.behaviour.max_prompt_tokens
+        self.num_leaders = 1
+        self.facts = {"engine": "fake"}
+        self.layouts = {"x": capture.sites, "t": (*capture.sites, *_missing_finals(capture.sites))}
+        with Path(capture.arena_path).open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), capture.arena_bytes)
+        self._channel = ChannelClient(capture.channel)
+        self._channel.send(
+            Hello(
+                pid=os.getpid(),
+                rank=0,
+                dp_rank=0,
+                sglang_version="fake",
+                model_class="FakeModel",
+                sites=capture.sites,
+                test_sites=self.layouts["t"],
+                hidden_size=self.behaviour.hidden_size,
+                engine_dtype=capture.stored_dtype,
+                stored_dtype=capture.stored_dtype,
+                num_layers=self.behaviour.num_layers,
+                tested=True,
+            )
+        )
+
+    async def prefill(self, rid: str, input_ids: Sequence[int], max_new_tokens: int = 0) -> PrefillResponse:
+        behaviour, request = self.behaviour, RequestId.parse(rid)
+        assert request is not None
+        await asyncio.sleep(behaviour.seconds_per_token * len(input_ids))
+        is_test = request.layout == "t"
+        if behaviour.crash_token in input_ids and not is_test:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour.refuse_token in input_ids and not is_test:
+            return PrefillResponse(0, (), "refused by FakeEngine")
+        bad: tuple[str, int] | None = None
+        norms = []
+        for index, site in enumerate(self.layouts[request.layout]):
+            states = fake_states(site, input_ids, behaviour.hidden_size, self.capture.stored_dtype)
+            if index == 0 and behaviour.nan_token in input_ids and not is_test:
+                position = list(input_ids).index(behaviour.nan_token)
+                states[position] = np.nan
+                bad = (site, position)
+            start = request.offset + index * states.nbytes
+            self._map[start : start + states.nbytes] = states.tobytes()
+            norms.append(float(np.linalg.norm(states.astype(np.float32), axis=1).mean()))
+        crc = zlib.crc32(np.asarray(input_ids, "<i4").tobytes())
+        self._channel.send(Captured(rid, len(input_ids), crc, 0, tuple(norms), bad))
+        return PrefillResponse(len(input_ids), (0,) * max_new_tokens)
+
+    def shutdown(self) -> None:
+        self._channel.close()
+
+
+def _missing_finals(sites: Sequence[str]) -> tuple[str, ...]:
+    return tuple(site for site in (FINAL_PRENORM, FINAL_POSTNORM) if site not in sites)

@@ -71,6 +71,8 @@ class FaultProxy:
     def _take(self, line: str) -> Fault | None:
         with self._lock:
             for fault in self._faults:
+                if fault.action == "hang" and self._released.is_set():
+                    continue
                 if fault.times > 0 and re.search(fault.pattern, line):
                     fault.times -= 1
                     self.requests.append((line, fault.action))

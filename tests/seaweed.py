@@ -4,6 +4,7 @@ It starts in about two seconds and has correct conditional puts and multipart up
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ SECRET_KEY = "hsray-test-secret"
 BUCKET = "hsray-test"
 READ_ONLY_KEY = "hsray-read-only-key"
 START_SECONDS = 60.0
-STOP_SECONDS = 10.0
+STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,10 @@ def weed_binary() -> Path:
 
 @contextlib.contextmanager
 def run_seaweed(folder: Path) -> Iterator[Seaweed]:
-    """Start a server with its data in `folder`, make a bucket, stop the server at the end."""
+    """Start a server with its data in `folder`, make a bucket, stop the server and remove the data at the end."""
     binary = weed_binary()
+    data = folder / "data"
+    data.mkdir()
     config = folder / "s3.json"
     config.write_text(
         json.dumps(
@@ -104,7 +107,7 @@ def run_seaweed(folder: Path) -> Iterator[Seaweed]:
         str(binary),
         "-logtostderr=true",
         "mini",
-        f"-dir={folder}",
+        f"-dir={data}",
         "-ip=127.0.0.1",
         "-ip.bind=127.0.0.1",
         f"-master.port={master}",
@@ -134,33 +137,34 @@ def run_seaweed(folder: Path) -> Iterator[Seaweed]:
         try:
             process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
+            # Its graceful stop waits for idle connections of clients.
             process.kill()
             process.wait()
+        shutil.rmtree(data)
 
 
 def open_uploads(server: Seaweed) -> list[str]:
     """Keys of multipart uploads in the bucket that were begun and neither completed nor aborted."""
-    with _s3_api(server) as client:
-        return [upload["Key"] for upload in client.list_multipart_uploads(Bucket=server.bucket).get("Uploads", [])]
+    listed = _s3_api(server).list_multipart_uploads(Bucket=server.bucket)
+    return [upload["Key"] for upload in listed.get("Uploads", [])]
 
 
 def abort_uploads(server: Seaweed) -> None:
     """Remove the uploads that a test left open on purpose."""
-    with _s3_api(server) as client:
-        for upload in client.list_multipart_uploads(Bucket=server.bucket).get("Uploads", []):
-            client.abort_multipart_upload(Bucket=server.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    api = _s3_api(server)
+    for upload in api.list_multipart_uploads(Bucket=server.bucket).get("Uploads", []):
+        api.abort_multipart_upload(Bucket=server.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
 
-def _s3_api(server: Seaweed) -> contextlib.closing[Any]:
-    session = botocore.session.get_session()
-    return contextlib.closing(
-        session.create_client(
-            "s3",
-            endpoint_url=server.endpoint,
-            region_name="us-east-1",
-            aws_access_key_id=server.access_key,
-            aws_secret_access_key=server.secret_key,
-        )
+@functools.cache
+def _s3_api(server: Seaweed) -> Any:
+    """obstore has no call for unfinished uploads."""
+    return botocore.session.get_session().create_client(
+        "s3",
+        endpoint_url=server.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=server.access_key,
+        aws_secret_access_key=server.secret_key,
     )
 
 

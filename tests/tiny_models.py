@@ -54,7 +54,8 @@ def make_tiny_model(kind: str, directory: Path, *, seed: int = 0, hidden_size: i
     """Write a random float32 model of one family, with tokenizer, into `directory`.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS`. `kimi_k25` has no image processor: start SGLang with `enable_multimodal=False`.
+            Attention kernels that want heads of 64 need `hidden_size=256` for `qwen2`; the others have them.
         directory: where config.json, model.safetensors and the tokenizer files go; made if absent.
         seed: of all weights. Equal arguments give equal bytes.
         hidden_size: width H of the residual stream.
@@ -152,6 +153,8 @@ def _random_model(kind: str, *, seed: int, hidden_size: int, num_layers: int) ->
     if kind == "llama":
         config = transformers.LlamaConfig(**sizes)
     elif kind == "qwen2":
+        # Qwen2 has no head size of its own, and SGLang on the CPU computes it from these two.
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden_size // 4}
         config = transformers.Qwen2Config(**sizes)
     elif kind == "qwen3":
         config = transformers.Qwen3Config(**sizes)

@@ -71,6 +71,12 @@ TEMPLATES = {
         f"{_LOOP}{{{{ {_TURN} }}}}{_END}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
     ),
+    # Every answer has a plan of the template's in front of it, between special tokens.
+    "plans": (
+        f"{_LOOP}{{{{ '<|im_start|>' + m['role'] + '\n' }}}}"
+        "{% if m['role'] == 'assistant' %}{{ '<s>plan<s>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+        f"{_END}{_HEADER}"
+    ),
     # Users and assistants must take turns.
     "alternating": (
         "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"

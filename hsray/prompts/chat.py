@@ -21,12 +21,13 @@ from hsray.records import MaskArray
 class AssistantSpan:
     """Characters [start, end) of a rendering that the assistant wrote.
 
-    `content_end` is where the turn's own text ends, if the template does not say where the turn ends: then
-    [content_end, end) is what the template puts behind it, of which only the end-of-turn token counts.
+    Of a turn whose end the template does not mark, `answer` is the content, stripped, and `content_end` where it
+    ends: in [content_end, end), which the template wrote, only the end-of-turn token counts.
     """
 
     start: int
     end: int
+    answer: str = ""
     content_end: int | None = None
 
 
@@ -78,8 +79,8 @@ def assistant_mask(chat: RenderedChat, encoding: Encoding, tokenizer: PromptToke
     is out. If no special token follows, the span ends with the last character that is not white space.
 
     Raises:
-        RowRejected: `mask_mismatch`, the masked tokens do not decode to a text that contains every answer of
-            the conversation, in order.
+        RowRejected: `mask_mismatch`, the end of a turn is ambiguous, or the masked tokens do not decode to a text
+            that contains every answer of the conversation, in order.
     """
     if encoding.spans is None:
         raise ValueError("the encoding of a conversation needs spans")
@@ -98,6 +99,7 @@ def assistant_mask(chat: RenderedChat, encoding: Encoding, tokenizer: PromptToke
         if span.content_end is not None:
             closing = np.flatnonzero(special & (starts >= span.content_end) & (starts < span.end))
             end = int(ends[closing[0]]) if len(closing) else span.start + len(chat.text[span.start : end].rstrip())
+            _check_end(span, chat.text[end : span.end])
         covered = np.flatnonzero((starts < end) & (ends > span.start))
         if len(covered):
             # All tokens between the first and the last: a span is one stretch of text.
@@ -111,12 +113,12 @@ def assistant_mask(chat: RenderedChat, encoding: Encoding, tokenizer: PromptToke
 def _assistant_span(text: str, turns: Sequence[ChatMessage], index: int, tokenizer: PromptTokenizer) -> AssistantSpan:
     before = tokenizer.render(turns[:index], add_generation_prompt=True)
     through = text if index + 1 == len(turns) else tokenizer.render(turns[: index + 1])
-    for prefix, what in ((before, f"the {index} turns before it and the header of an answer"), (through, "it")):
+    for prefix, what in ((before, "the turns before it and the header of an answer"), (through, "the turns up to it")):
         if not text.startswith(prefix):
             at = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
             raise RowRejected(
                 "unstable_template",
-                f"turn {index} (assistant): the rendering up to {what} is not how the whole conversation begins: "
+                f"turn {index} (assistant): the rendering of {what} is not how that of all turns begins: "
                 f"{prefix[at : at + 40]!r} instead of {text[at : at + 40]!r} at character {at}. A chat template "
                 "with generation markers (prompts.chat_template) needs no such comparison",
             )
@@ -126,7 +128,17 @@ def _assistant_span(text: str, turns: Sequence[ChatMessage], index: int, tokeniz
         raise RowRejected(
             "mask_mismatch", f"turn {index} (assistant): its content is not between the header of an answer and its end"
         )
-    return AssistantSpan(len(before), len(through), found + len(answer))
+    return AssistantSpan(len(before), len(through), answer, found + len(answer))
+
+
+def _check_end(span: AssistantSpan, rest: str) -> None:
+    # What the template puts in front of a content may hold the same words and special tokens of its own. Then
+    # what was taken for the content is not it, and the real one is still to come.
+    if rest.strip() and span.answer in rest:
+        raise RowRejected(
+            "mask_mismatch",
+            f"{span.answer[:60]!r} is there before and after a special token of the same turn, so its end is not known",
+        )
 
 
 def _check_contents(text: str, messages: Sequence[Message]) -> None:

@@ -287,6 +287,17 @@ def test_markers_around_the_wrong_turns_are_refused(load: Load) -> None:
     assert "world" in detail
 
 
+def test_an_answer_whose_end_is_ambiguous_is_refused(load: Load) -> None:
+    tokenizer = load("plans")
+
+    assert runs(tokenizer, *masked(tokenizer, HELLO, WORLD)) == ["<s>plan<s>world<|im_end|>"]
+    # The template's own words come first and look like the answer; an empty answer is everywhere.
+    for content in ("plan", "a", ""):
+        reason, detail = refusal(tokenizer, HELLO, Message("assistant", content))
+        assert reason == "mask_mismatch"
+        assert "its end is not known" in detail
+
+
 def test_tokens_that_do_not_spell_the_answer_are_refused(load: Load) -> None:
     tokenizer = load("chatml")
     chat = render_chat(TWO_TURNS, tokenizer)

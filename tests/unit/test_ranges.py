@@ -95,6 +95,17 @@ def test_a_range_that_is_a_request_of_its_own_is_not_copied() -> None:
     assert got.ctypes.data % 4 == 0
 
 
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_bytes_from_an_odd_address_are_moved_to_an_even_one(offset: int) -> None:
+    store = counting("memory://test-ranges-odd")
+    store.put("a", noise(4096))
+
+    (got,) = RangeReader(store, {}).read([[Range("a", offset, 64)]])
+
+    assert got.ctypes.data % 4 == 0
+    assert got.tobytes() == noise(4096)[offset : offset + 64]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     slots=st.lists(

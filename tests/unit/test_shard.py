@@ -284,7 +284,6 @@ def failing_store(url: str, failing: dict[int, Exception], retry_seconds: float 
     return store
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("request_number", [1, 2, 3])
 def test_nothing_is_visible_when_the_store_refuses_in_the_middle(tmp_path: Any, request_number: int) -> None:
     hidden_size = 4096
@@ -293,7 +292,6 @@ def test_nothing_is_visible_when_the_store_refuses_in_the_middle(tmp_path: Any, 
 
     with pytest.raises(StoreUnusable, match="full"):
         write(store, rows, hidden_size=hidden_size)
-    # pyarrow finishes writers that it collects; that must neither publish anything nor complain.
     gc.collect()
 
     assert list(store.list()) == []
@@ -345,6 +343,51 @@ class _Swallow:
 class _SwallowingStore(Store):
     def upload(self, key: str) -> Any:
         return _Swallow()
+
+
+class _Breaking(_Swallow):
+    """Breaks at one write, and tells what is written to it after that."""
+
+    def __init__(self, breaks_at: int) -> None:
+        super().__init__()
+        self.left = breaks_at
+        self.late_writes = 0
+
+    def write(self, data: Any) -> int:
+        self.left -= 1
+        if self.left == -1:
+            raise StoreUnusable("broken")
+        if self.left < -1:
+            self.late_writes += 1
+        return super().write(data)
+
+
+class _BreakingStore(Store):
+    breaking: _Breaking
+
+    def upload(self, key: str) -> Any:
+        return self.breaking
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_after_a_failure_at_any_write_nothing_more_is_written_and_nothing_complains() -> None:
+    """pyarrow finishes writers that it collects."""
+    plain = open_store("memory://test-shard-breaking")
+    store = _BreakingStore(plain.url, plain.backend)
+    broken: list[_Breaking] = []
+    while True:
+        store.breaking = _Breaking(breaks_at=len(broken))
+        try:
+            write(store, rows_of([5, 6]))
+        except StoreUnusable:
+            broken.append(store.breaking)
+        else:
+            break
+    gc.collect()
+
+    # Two row groups of twelve columns, each a header and a page, and the footer.
+    assert len(broken) > 2 * 12 * 2
+    assert [upload.late_writes for upload in broken] == [0] * len(broken)
 
 
 def test_memory_is_bounded_by_a_segment_whatever_the_size_of_the_shard() -> None:
