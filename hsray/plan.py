@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import hsray
 from hsray.config import Config
 from hsray.errors import ConfigError, HsrayError
+from hsray.ranges import ObjectFile
 from hsray.records import JsonDict, Lease, Prompt, Reject
 from hsray.schema import (
     FORMAT_VERSION,
@@ -103,7 +104,8 @@ class _ParquetObject:
         self._context.__exit__(None, None, None)
 
     def abort(self, error: BaseException) -> None:
-        # pyarrow would finish the file on its own in __del__; the upload ignores writes after the abort.
+        # pyarrow would write the footer on its own in __del__.
+        self._writer.is_open = False
         self._context.__exit__(type(error), error, error.__traceback__)
 
 
@@ -245,7 +247,7 @@ def read_lease_prompts(store: Store, ref: PlanRef, rows: Sequence[int]) -> list[
     Raises:
         HsrayError: the plan object does not hold all of them.
     """
-    file = pq.ParquetFile(pa.PythonFile(_StoreFile(store, ref.object), mode="r"), pre_buffer=True)
+    file = pq.ParquetFile(ObjectFile(store, ref.object, store.head(ref.object).nbytes), pre_buffer=True)
     table = file.read_row_group(ref.row_group)
     wanted = set(rows)
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
@@ -326,37 +328,6 @@ def check_has_work(plan: JsonDict) -> None:
     if plan["num_prompts"] == 0:
         reasons = ", ".join(f"{reason} {n}" for reason, n in plan["reject_reasons"].items()) or "the input is empty"
         raise ConfigError(f"prompts.path: none of {plan['num_rows']} rows can be extracted ({reasons})")
-
-
-class _StoreFile(io.RawIOBase):
-    """Read-only random access to an object, for pyarrow."""
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
-        self._size = store.head(key).nbytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1, /) -> bytes:
-        end = self._size if size < 0 else min(self._size, self._position + size)
-        if end <= self._position:
-            return b""
-        data = bytes(self._store.get_range(self._key, self._position, end - self._position))
-        self._position = end
-        return data
 
 
 def _prompt_table(prompts: Sequence[Prompt]) -> pa.Table:

@@ -7,6 +7,7 @@ imported only where a tensor is asked for.
 """
 
 import functools
+import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from hsray.ledger import Ledger, account
 from hsray.plan import load_plan
 from hsray.ranges import RETRY_SECONDS, ByteArray, Range, RangeReader, refuse_after_fork
 from hsray.records import IntArray, JsonDict, MaskArray
-from hsray.schema import FINAL_NORM_KEY, FORMAT_VERSION, INDEX_KEY, RUN_KEY, TOKEN_COLUMNS
+from hsray.schema import ENGINE_KEY, FINAL_NORM_KEY, FORMAT_VERSION, INDEX_KEY, RUN_KEY, TOKEN_COLUMNS
 from hsray.shard import payload_digest
 from hsray.store import Store, open_store
 
@@ -225,6 +226,11 @@ class Run:
         DataLoader needs a `collate_fn` of your own, or `batch_size=None`.
         """
         return _make_dataset(self, self.known(sites))
+
+    def engine(self) -> JsonDict:
+        """What the engine of the run said of itself: `sglang_version`, `engine_dtype`, `tp_size`, ..."""
+        facts: JsonDict = json.loads(self._ranges.read_object(ENGINE_KEY))["engine"]
+        return facts
 
     def final_norm(self) -> FinalNorm | None:
         """The final norm that turns `final_prenorm` into `final_postnorm`; None if the run has none stored."""

@@ -286,7 +286,7 @@ class Store:
         try:
             prober.create_once(key, {"probe": 1})
             second = prober.create_once(key, {"probe": 2})
-            if second.won or second.record.get("probe") != 1:
+            if second.won:
                 raise StoreUnusable(
                     f"{self.url} ignores conditional puts (If-None-Match): two drivers could both win a lease. Use a "
                     "store that has them, or set output.commit: single-writer if only one driver ever writes here"
@@ -806,6 +806,13 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"(?:code|reason)\": ?\"(\w+)\"")
 _TRANSPORT_KIND = re.compile(r"HttpError \{\s+kind: (\w+)")
 _CAUSE = re.compile(r"(?:message|error): \"([^\"]+)\"")
+# Where a client looks for credentials when the environment has none: AWS, Google, Azure.
+_METADATA_SERVICE = re.compile(r"http\S+/(?:latest/(?:api/token|meta-data)|computeMetadata|metadata/identity)")
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _MISSING_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 # Answers of the 4xx kind that only mean: not now.
@@ -851,12 +858,16 @@ def _translate(err: Exception, operation: str, where: str, url: str) -> Exceptio
         return _translate_local(int(os_error[1]), operation, what, brief)
     if text.startswith(("Generic LocalFileSystem error", "Generic InMemory error")):
         return StoreUnusable(f"{what}: {brief}")
+    credentials = _CREDENTIALS.get(url.partition("://")[0], "credentials")
+    if _METADATA_SERVICE.search(text):
+        no_credentials = f"{what}: no credentials. Set {credentials}, or give this machine a role ({brief})"
+        return (StoreUnusable if status in (401, 403, 404) else StoreUnavailable)(no_credentials)
     if status is not None:
-        return _translate_status(status, code, what, brief)
+        return _translate_status(status, code, what, brief, credentials)
     return _translate_transport(text, what, brief)
 
 
-def _translate_status(status: int, code: str, what: str, brief: str) -> Exception:
+def _translate_status(status: int, code: str, what: str, brief: str, credentials: str) -> Exception:
     if code in _EXPIRED_CODES:
         if os.environ.get("AWS_SESSION_TOKEN"):
             return StoreUnusable(
@@ -869,9 +880,8 @@ def _translate_status(status: int, code: str, what: str, brief: str) -> Exceptio
         return StoreUnusable(f"{what}: this machine's clock is wrong ({code}). Set it, for example with NTP")
     if status in (401, 403):
         return StoreUnusable(
-            f"{what}: access denied ({status} {code or 'without a code'}). Check the credentials in the environment "
-            "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or the role) and that they may read, write "
-            "and list under output.url"
+            f"{what}: access denied ({f'{status} {code}'.rstrip()}). Check {credentials}, or the machine's role, "
+            "and that they may read, write and list under output.url"
         )
     if code in ("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect") or 300 <= status < 400:
         return StoreUnusable(f"{what}: wrong region ({brief}). Set output.storage_options.region or AWS_REGION")
@@ -912,8 +922,6 @@ def _translate_transport(text: str, what: str, brief: str) -> Exception:
         return StoreUnusable(f"{what}: wrong region. Set output.storage_options.region or AWS_REGION")
     if "AccessDenied" in text:
         return StoreUnusable(f"{what}: access denied ({brief}). Check what the credentials may do under output.url")
-    if "169.254.169.254" in text or "metadata.google.internal" in text:
-        brief = f"no credentials in the environment, and the instance metadata service does not answer ({brief})"
     return StoreUnavailable(f"{what}: {brief}")
 
 

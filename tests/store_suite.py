@@ -1,12 +1,14 @@
 """What every `Store` must do, whatever is behind it. Run over memory, local files and a real S3 server."""
 
 import io
+import itertools
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from obstore.exceptions import BaseError
 
-from hsray.errors import StoreError, StoreUnusable
+from hsray.errors import StoreError, StoreUnavailable, StoreUnusable
 from hsray.store import PART_BYTES, Store
+from hsray.testing import FlakyStore, StoreFault
 
 MB = 1024 * 1024
 MakeStore = Callable[[], Store]
@@ -29,6 +32,20 @@ def distinct_bytes(nbytes: int) -> np.ndarray:
 
 def keys(store: Store, prefix: str = "") -> list[str]:
     return sorted(info.key for info in store.list(prefix))
+
+
+class FailingUpload(FlakyStore):
+    """Fails one request of an upload: the 0th opens it, the last completes it, those between are its parts."""
+
+    def __init__(self, inner: Store, nth: int, fault: StoreFault) -> None:
+        super().__init__(inner, random.Random(0))
+        self.nth, self.fault = nth, fault
+        self.requests = itertools.count()
+
+    def attempt(self, operation: str, key: str, request: Callable[[], Any]) -> Any:
+        if operation == "upload" and next(self.requests) == self.nth:
+            self.fail_next("upload", self.fault)
+        return super().attempt(operation, key, request)
 
 
 class StoreSuite:
@@ -328,6 +345,19 @@ class StoreSuite:
             upload.complete()
 
         assert store.head("data/x").nbytes == 2 * PART_BYTES
+
+    @pytest.mark.parametrize("fault", ["before", "refused"])
+    @pytest.mark.parametrize("nth", [0, 1, 2, 3], ids=["open", "part1", "part2", "completion"])
+    def test_an_upload_that_fails_anywhere_leaves_nothing(self, store: Store, nth: int, fault: StoreFault) -> None:
+        def upload() -> None:
+            with FailingUpload(store, nth, fault).upload("data/x") as upload:
+                upload.write(bytes(PART_BYTES))
+                upload.write(b"the second part")
+                upload.complete()
+
+        with pytest.raises(StoreUnavailable if fault == "before" else StoreUnusable, match="injected"):
+            upload()
+        assert keys(store) == []
 
     def test_an_upload_refuses_use_out_of_order(self, store: Store) -> None:
         upload = store.upload("data/x")

@@ -27,7 +27,6 @@ ROUNDED_TOLERANCE = 2.0**-8
 # A half-precision engine may be so much further from float32 than transformers' own half precision is.
 HALF_PRECISION_FACTOR = 1.25
 
-_ENGINE_DTYPES = {"float": "float32", "half": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def check_parity(
 
     references = recompute("float32")
     relative, absolute = _errors(captured, references)
-    engine_dtype = _engine_dtype(run)
+    engine_dtype = str(run.engine()["engine_dtype"])
     if tolerance is not None or engine_dtype == "float32":
         default = FLOAT32_TOLERANCE if run.dtype == "float32" else ROUNDED_TOLERANCE
         limit = default if tolerance is None else tolerance
@@ -225,12 +224,6 @@ def _model_directory(run: Run, model_path: str | None) -> Path:
     if not Path(path).is_dir():
         raise ConfigError(f"--model: {path} is not a directory on this machine; give the model that made the run")
     return Path(path)
-
-
-def _engine_dtype(run: Run) -> str:
-    """`auto` is the checkpoint's dtype, which is the stored one unless the engine's was set."""
-    asked = str(run.record["config"]["engine"]["args"].get("dtype", "auto"))
-    return run.dtype if asked == "auto" else _ENGINE_DTYPES.get(asked, asked)
 
 
 def _errors(

@@ -88,7 +88,6 @@ def write_run(
         "run_id": "parity",
         "config": {
             "model": {"path": str(model), "trust_remote_code": False},
-            "engine": {"args": {"dtype": engine_dtype}},
         },
         "model": {"name": "tiny", "hidden_size": hidden},
         "sites": [{"name": site.name, "index": site.index} for site in SITES],
@@ -98,6 +97,7 @@ def write_run(
     }
     ledger = Ledger(store)
     ledger.create_run(record)
+    store.create_once("engine.json", {"engine": {"engine_dtype": engine_dtype}})
     (lease,) = load_plan(store, plan).leases
     rows = [
         ShardRow(prompt, {name: np.ascontiguousarray(some[name]).astype(DTYPES[dtype]) for name in NAMES})
@@ -219,7 +219,7 @@ def test_a_half_precision_engine_is_measured_by_transformers_in_half_precision(
 
     # Twice as far from float32 as transformers' own bfloat16 is.
     doubled = [{name: 2 * h[name] - s[name] for name in NAMES} for h, s in zip(half, states, strict=True)]
-    wrong = open_run(write_run(tmp_path / "b", llama, prompts, doubled, dtype="bfloat16", engine_dtype="auto"))
+    wrong = open_run(write_run(tmp_path / "b", llama, prompts, doubled, dtype="bfloat16", engine_dtype="bfloat16"))
 
     for site in check_parity(right, 6):
         assert site.is_ok, str(site)

@@ -1,5 +1,6 @@
 """`Store` over memory and local files, opening URLs, and patience against a store that fails on purpose."""
 
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -7,6 +8,8 @@ import os
 import random
 import resource
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,7 +24,7 @@ import pytest
 from hsray.errors import ConfigError, StoreUnavailable, StoreUnusable
 from hsray.store import PART_BYTES, PARTS_IN_FLIGHT, Store, open_store
 from hsray.testing import FlakyStore
-from tests.store_suite import LEASE_KEY, MakeStore, StoreSuite, keys
+from tests.store_suite import LEASE_KEY, FailingUpload, MakeStore, StoreSuite, keys
 
 
 class TestMemory(StoreSuite):
@@ -156,6 +159,39 @@ def test_all_three_clouds_open_without_sending_anything() -> None:
         assert open_store(url, options).url == url.rstrip("/")
 
 
+def test_without_credentials_the_probe_says_which_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    # Port 1 stands for a machine without a metadata service: nothing listens there.
+    store = open_store("s3://b/x", {"metadata_endpoint": "http://127.0.0.1:1"}, retry_seconds=0)
+
+    with pytest.raises(StoreUnusable, match=r"no credentials\. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        store.probe()
+
+
+def test_a_certificate_of_an_unknown_ca_is_unusable(tmp_path: Path) -> None:
+    certificate, private_key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"]
+    made = [*make, "-keyout", str(private_key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, private_key)
+    options = {"access_key_id": "a", "secret_access_key": "b"}
+
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def shake_hands() -> None:
+            client, _ = listener.accept()
+            with contextlib.suppress(OSError), context.wrap_socket(client, server_side=True):
+                pass
+
+        for _ in range(3):  # obstore asks three times before it gives up
+            pool.submit(shake_hands)
+        endpoint = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StoreUnusable, match=r"certificate is not trusted.*root_certificate"):
+            open_store("s3://b/x", {**options, "endpoint": endpoint}).put("a", b"1")
+
+
 # -- local files
 
 
@@ -224,6 +260,18 @@ def test_a_full_disk_is_unusable_and_leaves_no_part(tmp_path: Path, file_size_li
 def test_a_folder_that_cannot_be_made_is_unusable() -> None:
     with pytest.raises(StoreUnusable, match=r"output\.url"):
         open_store("/proc/hsray-cannot-be-here").put("a", b"1")
+
+
+def test_too_many_open_files_pass(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = open_store(str(tmp_path), sleep=lambda pause: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    store.put("a", b"1")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        assert store.get("a") == b"1"
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_path_through_a_file_is_unusable(tmp_path: Path) -> None:
@@ -490,39 +538,8 @@ def upload_parts(store: Store, parts: int = 3) -> None:
         upload.complete()
 
 
-@pytest.mark.parametrize("nth", [0, 1, 2, 3, 4], ids=["open", "part1", "part2", "part3", "completion"])
-@pytest.mark.parametrize(("fault", "error"), [("before", StoreUnavailable), ("refused", StoreUnusable)])
-def test_an_upload_that_fails_anywhere_is_not_visible(memory: Store, nth: int, fault: Any, error: Any) -> None:
-    store = flaky(memory)
-
-    class Failing(FlakyStore):
-        requests = itertools.count()
-
-        def attempt(self, operation: str, key: str, request: Callable[[], Any]) -> Any:
-            if operation == "upload" and next(self.requests) == nth:
-                self.fail_next("upload", fault)
-            return super().attempt(operation, key, request)
-
-    store = Failing(memory, random.Random(0))
-    with pytest.raises(error):
-        upload_parts(store)
-    assert keys(memory) == []
-
-    store.calm()
-    upload_parts(store)
-    assert memory.head("data/x").nbytes == 3 * PART_BYTES
-
-
 def test_a_lost_acknowledgement_of_a_completion_is_found_out(memory: Store) -> None:
-    class Failing(FlakyStore):
-        requests = itertools.count()
-
-        def attempt(self, operation: str, key: str, request: Callable[[], Any]) -> Any:
-            if operation == "upload" and next(self.requests) == 4:
-                self.fail_next("upload", "after")
-            return super().attempt(operation, key, request)
-
-    store = Failing(memory, random.Random(0))
+    store = FailingUpload(memory, 4, "after")
     upload_parts(store)
 
     assert store.injected["after"] == 1
@@ -532,16 +549,8 @@ def test_a_lost_acknowledgement_of_a_completion_is_found_out(memory: Store) -> N
 def test_another_object_under_the_key_is_not_taken_for_the_lost_completion(memory: Store) -> None:
     upload_parts(memory)  # same key, same size, same bytes
 
-    class Failing(FlakyStore):
-        requests = itertools.count()
-
-        def attempt(self, operation: str, key: str, request: Callable[[], Any]) -> Any:
-            if operation == "upload" and next(self.requests) == 4:
-                self.fail_next("upload", "before")
-            return super().attempt(operation, key, request)
-
     with pytest.raises(StoreUnavailable, match="not completed"):
-        upload_parts(Failing(memory, random.Random(0)))
+        upload_parts(FailingUpload(memory, 4, "before"))
 
 
 def test_a_failed_write_cannot_be_swallowed_and_published(memory: Store) -> None:
