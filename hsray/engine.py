@@ -34,6 +34,8 @@ DEFAULT_ARGUMENTS: dict[str, Any] = {
     # For pure prefill of 8k to 16k tokens a step there is nothing to gain from graphs.
     "disable_cuda_graph": True,
     "skip_server_warmup": True,
+    # Prompts are text; a multimodal wrapper would otherwise want its image processor.
+    "enable_multimodal": False,
 }
 CPU_ARGUMENTS: dict[str, Any] = {
     "attention_backend": "torch_native",

@@ -142,7 +142,12 @@ def prepare(config: Config) -> Job:
     _say(describe_sites(sites))
     _say(f"  {per_token:,} bytes per token as {config.capture.dtype}")
 
-    store = open_store(config.output.url, config.output.storage_options, retry_seconds=config.output.retry_seconds)
+    store = open_store(
+        config.output.url,
+        config.output.storage_options,
+        commit=config.output.commit,
+        retry_seconds=config.output.retry_seconds,
+    )
     if store.url.startswith("memory:"):
         raise ConfigError("output.url: memory:// lives in one process; replicas are others. Use a path or a bucket")
     ledger = Ledger(store)
@@ -456,6 +461,7 @@ def replica_spec(job: Job, engine_class: str) -> Any:
     return ReplicaSpec(
         run_url=job.store.url,
         storage_options=config.output.storage_options,
+        commit=config.output.commit,
         retry_seconds=config.output.retry_seconds,
         engine=EngineSpec(
             model_path=job.model_path,

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +52,7 @@ class ReplicaSpec:
 
     run_url: str
     storage_options: Mapping[str, Any]
+    commit: Literal["conditional", "single-writer"]
     retry_seconds: float
     engine: EngineSpec
     facts: ModelFacts
@@ -161,7 +162,9 @@ class Replica:
         self._last_completion = time.monotonic()
         self._quarantine: dict[str, list[Slot]] = {}
         self._cancelled: dict[str, bool] = {}  # attempt -> keep; a handful in the life of a replica
-        self.store = open_store(spec.run_url, spec.storage_options, retry_seconds=spec.retry_seconds)
+        self.store = open_store(
+            spec.run_url, spec.storage_options, commit=spec.commit, retry_seconds=spec.retry_seconds
+        )
         swept = sweep(spec.spool.path)
         if swept:
             log.info("removed %d arenas of dead replicas from %s", len(swept), spec.spool.path)

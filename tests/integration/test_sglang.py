@@ -44,8 +44,6 @@ def prepare(run: Run, kind: str, *, prompts: int, dtype: str = "float32", **sett
         rows.append({"id": f"p{len(rows)}", "messages": chat} if len(rows) % 3 else {"id": f"p{len(rows)}", "text": text})
     (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args: dict[str, object] = {"device": "cpu", "chunked_prefill_size": PREFILL_TOKENS, "max_running_requests": 32}
-    if kind == "kimi_k25":
-        args["enable_multimodal"] = False
     run.config_path.write_text(
         yaml.safe_dump(
             {
