@@ -8,6 +8,7 @@ served first. The class knows nothing of Ray and can be used without it.
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import socket
 import threading
@@ -183,9 +184,12 @@ class Replica:
             )
             engine_class = load_engine_class(spec.engine_class)
             before = shared_memory_files(os.getpid())
+            semaphores = _name_semaphores(self.arena.directory.name)
+            self.arena.adopt([semaphores])
             self.engine: PrefillEngine = engine_class(spec.engine, capture)
             # Only what the engine brought: Ray's object store is mapped in this process as well.
-            self.arena.adopt(shared_memory_files(os.getpid()) - before - {str(self.arena.path)})
+            files = shared_memory_files(os.getpid()) - before - {str(self.arena.path)}
+            self.arena.adopt([semaphores, *files])
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="hsray-engine-loop", daemon=True).start()
             self._await_handshake()
@@ -595,3 +599,13 @@ class Replica:
                 self.admission.release(flight.slot)
         test = SelfTest(self.spec.engine.model_path, self.spec.facts, self.spec.sites, self.spec.dtype)
         return test.check(tested)
+
+
+def _name_semaphores(owner: str) -> str:
+    """Give multiprocessing's semaphores, here and in children, names by which they can be found afterwards.
+
+    Python unlinks them when processes end by themselves; SGLang's are killed. Returns the glob of their files.
+    """
+    config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
+    config["semprefix"] = f"/mp-hsray-{owner}"
+    return f"/dev/shm/sem.mp-hsray-{owner}-*"

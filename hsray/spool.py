@@ -9,6 +9,7 @@ it is mapped: a full tmpfs is an ENOSPC here, never a SIGBUS later. Only numpy a
 import bisect
 import errno
 import fcntl
+import glob
 import mmap
 import os
 import shutil
@@ -168,8 +169,8 @@ class Arena:
         return memoryview(self._map)[offset : offset + nbytes]
 
     def adopt(self, files: Iterable[str | Path]) -> None:
-        """Name shared-memory files that go with this arena, whoever removes it: what SGLang's processes would
-        have unlinked themselves had they not been killed."""
+        """Name shared-memory files (absolute paths or globs) that go with this arena, whoever removes it: what
+        SGLang's processes would have unlinked themselves had they not been killed."""
         (self.directory / _LEFTOVERS_NAME).write_text("\n".join(str(file) for file in files))
 
     def remove(self) -> None:
@@ -214,7 +215,8 @@ def _remove_leftovers(directory: Path) -> None:
     except OSError:
         return
     for name in names:
-        Path(name).unlink(missing_ok=True)
+        for file in glob.glob(name):  # noqa: PTH207 - Path.glob takes no absolute pattern
+            Path(file).unlink(missing_ok=True)
 
 
 def shared_memory_files(pid: int) -> set[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,15 @@ class Run:
     def start(self, *overrides: str, name: str = "driver") -> "subprocess.Popen[str]":
         log = (self.folder / f"{name}.log").open("a")
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.drive", self.engine_class, str(self.config_path), *self.overrides, *overrides],
+            [
+                sys.executable,
+                "-m",
+                "tests.drive",
+                self.engine_class,
+                str(self.config_path),
+                *self.overrides,
+                *overrides,
+            ],
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
@@ -116,9 +125,19 @@ class Run:
         return count
 
     def assert_nothing_left(self) -> None:
-        """No process of any driver of this run, no arena."""
+        """No process of any driver of this run, no arena.
+
+        Ray's own per-node agents get two minutes: after a SIGKILL of the driver they first try to tell a GCS
+        that is gone. Replicas and engines get seconds.
+        """
         sessions = {p.pid for p in self.started}
-        wait_until(lambda: not processes_of(sessions, str(self.folder)), 30, lambda: str(processes_of(sessions, "")))
+
+        def left(agents: bool) -> list[str]:
+            found = processes_of(sessions, str(self.folder))
+            return [p for p in found if agents or not re.search("DashboardAgent|RuntimeEnvAgent", p)]
+
+        wait_until(lambda: not left(agents=False), 30, lambda: str(left(agents=False)))
+        wait_until(lambda: not left(agents=True), 150, lambda: str(left(agents=True)))
         assert list(self.spool.glob("*")) == []
 
 

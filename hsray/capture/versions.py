@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# What this project's own tests have run on, end to end. See docs/capture.md.
+# What this project's own tests have run on, end to end (tests/integration/test_sglang.py).
 TESTED_VERSIONS = ("0.5.21",)
 TESTED_MODELS = (
     "LlamaForCausalLM",

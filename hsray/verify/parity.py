@@ -28,7 +28,6 @@ ROUNDED_TOLERANCE = 2.0**-8
 HALF_PRECISION_FACTOR = 1.25
 
 
-
 @dataclass(frozen=True, slots=True)
 class SiteParity:
     """How far one site is from transformers.

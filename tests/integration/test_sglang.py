@@ -41,7 +41,9 @@ def prepare(run: Run, kind: str, *, prompts: int, dtype: str = "float32", **sett
         if len(rows) % 2:
             text = f"{prefix} {text}"
         chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
-        rows.append({"id": f"p{len(rows)}", "messages": chat} if len(rows) % 3 else {"id": f"p{len(rows)}", "text": text})
+        rows.append(
+            {"id": f"p{len(rows)}", "messages": chat} if len(rows) % 3 else {"id": f"p{len(rows)}", "text": text}
+        )
     (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args: dict[str, object] = {"device": "cpu", "chunked_prefill_size": PREFILL_TOKENS, "max_running_requests": 32}
     run.config_path.write_text(
@@ -50,7 +52,14 @@ def prepare(run: Run, kind: str, *, prompts: int, dtype: str = "float32", **sett
                 "model": {"path": str(model)},
                 "prompts": {"path": str(run.folder / "prompts.jsonl")},
                 "capture": {
-                    "sites": ["resid_pre_1", "resid_pre_2", "resid_pre_4", "resid_pre_7", "final_prenorm", "final_postnorm"],
+                    "sites": [
+                        "resid_pre_1",
+                        "resid_pre_2",
+                        "resid_pre_4",
+                        "resid_pre_7",
+                        "final_prenorm",
+                        "final_postnorm",
+                    ],
                     "dtype": dtype,
                 },
                 "output": {"url": run.url, "storage_options": run.storage_options, "max_lease_prompts": 8},

@@ -4,10 +4,22 @@ import uuid
 
 import pytest
 
-from hsray.channel import Captured, CaptureFailed, ChannelClient, ChannelServer, Hello, Message, RequestId, decode, encode
+from hsray.channel import (
+    Captured,
+    CaptureFailed,
+    ChannelClient,
+    ChannelServer,
+    Hello,
+    Message,
+    RequestId,
+    decode,
+    encode,
+)
 
 MESSAGES: list[Message] = [
-    Hello(1, 0, 0, "0.5.21", "M", ("resid_pre_2",), ("resid_pre_2", "final_prenorm"), 64, "float32", "bfloat16", 8, True),
+    Hello(
+        1, 0, 0, "0.5.21", "M", ("resid_pre_2",), ("resid_pre_2", "final_prenorm"), 64, "float32", "bfloat16", 8, True
+    ),
     Captured("hsray-x-1-0-5.", 5, 123, 0, (1.5, 2.5), None),
     Captured("hsray-x-1-0-5.", 5, 123, 2, (1.5,), ("resid_pre_2", 3)),
     CaptureFailed("no"),

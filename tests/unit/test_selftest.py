@@ -123,9 +123,7 @@ FAULTS: list[tuple[Callable[[States], None], str]] = [
 
 
 @pytest.mark.parametrize(("fault", "says"), FAULTS, ids=[f.__name__ for f, _ in FAULTS])
-def test_a_fault_in_the_capture_is_caught(
-    self_test: SelfTest, fault: Callable[[States], None], says: str
-) -> None:
+def test_a_fault_in_the_capture_is_caught(self_test: SelfTest, fault: Callable[[States], None], says: str) -> None:
     prompts = right_prompts(self_test)
     fault(dict_of(prompts[2]))
 
