@@ -16,11 +16,7 @@ from typing import Any, Literal
 
 from hsray.config import ClusterConfig
 from hsray.errors import ConfigError, HsrayError, ReplicaLost, StoreError
-from hsray.log import tail
-from hsray.plan import PlanRef
-from hsray.records import Lease, LeaseOutcome
-from hsray.replica import Replica, ReplicaFacts, ReplicaProgress, ReplicaSpec
-from hsray.scheduler import (
+from hsray.events import (
     Draining,
     Event,
     LeaseDone,
@@ -31,6 +27,10 @@ from hsray.scheduler import (
     ReplicaFailedToStart,
     ReplicaReady,
 )
+from hsray.log import tail
+from hsray.plan import PlanRef
+from hsray.records import Lease, LeaseOutcome
+from hsray.replica import Replica, ReplicaFacts, ReplicaProgress, ReplicaSpec
 from hsray.spool import sweep
 
 log = logging.getLogger(__name__)

@@ -29,11 +29,12 @@ from hsray.quickstart import BUILTIN_PREFIX, quickstart_config, resolve_builtin
 if TYPE_CHECKING:
     from hsray.checkpoint import ModelFacts
     from hsray.cluster import ClusterEvent, RayCluster
+    from hsray.events import Action, Finished, ReplicaFailedToStart, ReplicaReady
     from hsray.finish import RunSummary
     from hsray.ledger import Ledger
     from hsray.plan import Plan
     from hsray.records import JsonDict
-    from hsray.scheduler import Action, Finished, ReplicaFailedToStart, ReplicaReady, Scheduler
+    from hsray.scheduler import Scheduler
     from hsray.sites import Site
     from hsray.store import Store
 
@@ -338,8 +339,8 @@ class Driver:
 
     def drive(self) -> "Finished":
         from hsray.cluster import StoreFailed
+        from hsray.events import ReplicaReady, Tick
         from hsray.progress import ProgressDisplay, Snapshot
-        from hsray.scheduler import ReplicaReady, Tick
 
         start = self.scheduler.progress
         done = start.prompts_committed + start.prompts_dead
@@ -361,7 +362,7 @@ class Driver:
     def admit(self, event: "ReplicaReady") -> "ReplicaReady | ReplicaFailedToStart":
         """Let a replica in if its engine is the one that the run began with; the first one sets it."""
         from hsray.engine import NUMBERS_DEPEND_ON
-        from hsray.scheduler import ReplicaFailedToStart
+        from hsray.events import ReplicaFailedToStart
         from hsray.schema import ENGINE_KEY
 
         facts = next(f for f in self.cluster.facts() if f.replica == event.replica)
@@ -389,7 +390,7 @@ class Driver:
         )
 
     def perform(self, action: "Action") -> None:
-        from hsray import scheduler as s
+        from hsray import events as s
 
         match action:
             case s.SpawnReplica(place, replica):
@@ -435,7 +436,7 @@ class Driver:
         self.cluster.start_lease(action.replica, lease, action.attempt, self.job.plan.refs[lease.root_id])
 
     def _resolve(self, action: Any) -> None:
-        from hsray.scheduler import Resolved
+        from hsray.events import Resolved
 
         standing, ours = self.job.ledger.resolve(action.resolution)
         for dead in standing.dead if ours else ():
@@ -521,7 +522,7 @@ class _stop_on_signals:
             self._previous.setdefault(number, previous)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        from hsray.scheduler import StopRequested
+        from hsray.events import StopRequested
 
         if self._asked:
             os._exit(int(ExitCode.INTERRUPTED))

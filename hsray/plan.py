@@ -34,7 +34,8 @@ from hsray.schema import (
     rejects_schema,
 )
 from hsray.sites import Site
-from hsray.store import Store, Upload
+from hsray.store import Store
+from hsray.upload import Upload
 
 # Token ids of one plan object, before compression.
 _PLAN_OBJECT_BYTES = 128_000_000

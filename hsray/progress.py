@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hsray.cluster import Totals
-from hsray.scheduler import Progress as SchedulerProgress
+from hsray.events import Progress as SchedulerProgress
 
 # Rates are means over this window, so that a pause shows and a spike does not.
 _WINDOW_SECONDS = 60.0

@@ -17,7 +17,8 @@ import xxhash
 
 from hsray.records import Extent, IndexEntry, IntArray, MaskArray, Prompt, ShardRecord
 from hsray.schema import ITEMSIZE, TOKEN_COLUMNS, segment_tokens, shard_schema
-from hsray.store import Store, Upload
+from hsray.store import Store
+from hsray.upload import Upload
 
 # xxhash holds the GIL: a longer piece would stall the threads that upload.
 _HASH_PIECE_BYTES = 8 << 20

@@ -2,8 +2,8 @@
 
 Promises: an object is visible whole or not at all; `create_once` has exactly one winner per key and never guesses
 who it was; a transient error is retried with full jitter until `retry_seconds` have passed; every other error is a
-`StoreUnusable` that names the fix. obstore's exceptions are caught here and nowhere else. Calls block, may come
-from any thread, and must not cross a fork (obstore's threads do not survive one).
+`StoreUnusable` that names the fix, and none is obstore's own. Calls block, may come from any thread, and must not
+cross a fork (obstore's threads do not survive one).
 
 This module never knows what a key means.
 """
@@ -12,42 +12,32 @@ import contextlib
 import copy
 import json
 import logging
-import os
 import random
-import re
-import threading
 import time
-import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self, TypeVar, get_args
+from datetime import datetime
+from typing import Any, Final, Literal, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, NotSupportedError, PreconditionError
-from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+from obstore.exceptions import BaseError
 from typing_extensions import Buffer
 
-from hsray.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
+from hsray.errors import StoreError, StoreUnavailable, StoreUnusable
 from hsray.records import JsonDict
+from hsray.store_clients import Backend, Purpose, open_backend
+from hsray.store_errors import KeyExists, is_missing_bucket, translate
+from hsray.upload import PART_BYTES, Upload, byte_view
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CommitMode = Literal["conditional", "single-writer"]
-Client = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
-Purpose = Literal["small", "bulk", "upload"]
 
-PART_BYTES: Final = 16 * 1024 * 1024
-PARTS_IN_FLIGHT: Final = 4
 PROBE_SECONDS: Final = 60.0
 FIRST_PAUSE_SECONDS: Final = 0.5
 MAX_PAUSE_SECONDS: Final = 30.0
-# User metadata that proves whose multipart upload an object is. Azure allows only identifiers as names.
-WRITE_ID_ATTRIBUTE: Final = "hsraywriteid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,57 +55,6 @@ class CreateResult:
 
     won: bool
     record: JsonDict
-
-
-class _KeyExists(Exception):
-    """A conditional put found the key taken, perhaps by an earlier try of the same put."""
-
-
-class Backend(Protocol):
-    """Where the objects are. `prefix` is empty or ends with a slash, and is not part of any key."""
-
-    prefix: str
-
-    @property
-    def is_local(self) -> bool: ...
-
-    def client(self, purpose: Purpose = "small", *, writing: bool = False) -> Client:
-        """The obstore client for small requests, for whole large bodies, or for streaming uploads.
-
-        Raises FileNotFoundError if a local root does not exist and nothing is being written.
-        """
-        ...
-
-
-class RemoteBackend:
-    """A bucket, or a named piece of this process's memory."""
-
-    is_local = False
-
-    def __init__(self, clients: Mapping[Purpose, Client], prefix: str) -> None:
-        self.prefix = prefix
-        self._clients = clients
-
-    def client(self, purpose: Purpose = "small", *, writing: bool = False) -> Client:
-        return self._clients[purpose]
-
-
-class LocalBackend:
-    """A directory, made when the first object is written."""
-
-    is_local = True
-    prefix = ""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._client: LocalStore | None = None
-
-    def client(self, purpose: Purpose = "small", *, writing: bool = False) -> Client:
-        if self._client is None or (writing and not self.root.is_dir()):
-            if not writing and not self.root.is_dir():
-                raise FileNotFoundError(str(self.root))
-            self._client = LocalStore(self.root, mkdir=True)
-        return self._client
 
 
 def _full_jitter(cap: float) -> float:
@@ -158,7 +97,7 @@ class Store:
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object, replacing what was there. `data` is any C-contiguous buffer."""
-        view = _byte_view(data)
+        view = byte_view(data)
         if view.nbytes > PART_BYTES:
             self.retrying("put", key, lambda: self._put_parts(key, view))
         else:
@@ -185,7 +124,7 @@ class Store:
             try:
                 self.attempt("create", key, lambda: self._create(key, body))
                 return CreateResult(True, mine)
-            except (_KeyExists, StoreUnavailable) as err:
+            except (KeyExists, StoreUnavailable) as err:
                 unclear = err
             try:
                 standing = self._read_json(key)
@@ -267,7 +206,7 @@ class Store:
         what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         self.retrying("delete", what, lambda: self.attempt("delete", what, lambda: self._delete(paths)))
 
-    def upload(self, key: str) -> "Upload":
+    def upload(self, key: str) -> Upload:
         """A large object, written piece by piece with bounded memory; see `Upload`."""
         self._path(key)
         return Upload(self, key)
@@ -305,14 +244,14 @@ class Store:
     # -- requests
 
     def attempt(self, operation: str, key: str, request: Callable[[], T]) -> T:
-        """Run one request and translate its exception. Every request of this module passes here exactly once.
+        """Run one request and translate its exception. Every request, an upload's too, passes here once.
 
         `operation` is one of put, create, get, head, list, delete, upload. Overridden by `testing.FlakyStore`.
         """
         try:
             return request()
         except (BaseError, OSError, NotImplementedError) as err:
-            raise _translate(err, operation, self.locate(key), self.url) from err
+            raise translate(err, operation, self.locate(key), self.url) from err
 
     def retrying(self, operation: str, key: str, attempt: Callable[[], T]) -> T:
         """Call `attempt` until it raises something other than `StoreUnavailable`, or the deadline has passed.
@@ -354,7 +293,7 @@ class Store:
         except FileNotFoundError:
             self._put_whole(key, memoryview(body))
         else:
-            raise _KeyExists(key)
+            raise KeyExists(key)
 
     def _put_if_absent(self, key: str, body: bytes) -> None:
         obstore.put(self.backend.client(writing=True), self._path(key), body, mode="create", use_multipart=False)
@@ -398,7 +337,7 @@ class Store:
         try:
             obstore.delete(self.backend.client(), [*paths])
         except FileNotFoundError as err:
-            if _missing_bucket(str(err)):
+            if is_missing_bucket(str(err)):
                 raise
             # Only some stores take a missing key for deleted; the others stop at the first one.
             for path in paths:
@@ -407,183 +346,6 @@ class Store:
 
     def _too_short(self, key: str, start: int, nbytes: int, size: int) -> str:
         return f"{self.locate(key)} ends at byte {size}, but bytes {start} to {start + nbytes} were asked for"
-
-
-class Upload:
-    """One object, written piece by piece. Nothing is visible under its key before the `with` block has ended well.
-
-        with store.upload(key) as upload:
-            upload.write(...)
-            upload.complete()
-
-    An exception in the block, or a block that ends without `complete()`, aborts: the multipart upload or temporary
-    file is removed. At most 4 parts of 16 MB are on their way (plus one being filled), and `write` blocks while
-    they are. An object of less than 16 MB is one plain put with the store's full patience; a larger one survives
-    about four minutes of a store that does not answer, then raises `StoreUnavailable` from `write` or from the end
-    of the block, and the caller may write it again (`Store.retrying`).
-
-    A file object for pyarrow: `closed` is a property, `close()` only ends writing and decides nothing, and writes
-    after an abort are dropped (a ParquetWriter writes its footer when it is garbage-collected). Not for use by
-    several threads at once.
-    """
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._store = store
-        self._key = key
-        self._write_id = uuid.uuid4().hex
-        self._head = bytearray()
-        self._writer: obstore.WritableFile | None = None
-        self._nbytes = 0
-        self._state: Literal["new", "open", "closed", "failed", "complete", "done", "aborted"] = "new"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes written so far."""
-        return self._nbytes
-
-    @property
-    def closed(self) -> bool:
-        return self._state not in ("open", "aborted")
-
-    def write(self, data: Buffer) -> int:
-        """Append a C-contiguous buffer; returns its size in bytes. Blocks while the store is behind."""
-        if self._state == "aborted":
-            return memoryview(data).nbytes
-        if self.closed:
-            raise ValueError(f"upload of {self._key} is {self._state}, not open for writing")
-        view = _byte_view(data)
-        try:
-            for start in range(0, view.nbytes, PART_BYTES):
-                self._append(view[start : start + PART_BYTES])
-        except BaseException:
-            # A caller that swallows this must not be able to publish what is left.
-            self._state = "failed"
-            raise
-        self._nbytes += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self._nbytes
-
-    def flush(self) -> None:
-        """Nothing to do: an object is published as a whole."""
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """No more writes. Publishes nothing; `complete()` may still follow."""
-        if self._state == "open":
-            self._state = "closed"
-
-    def complete(self) -> None:
-        """Everything has been written: publish when the block ends."""
-        if self._state not in ("open", "closed"):
-            raise ValueError(f"upload of {self._key} is {self._state}, it cannot be completed")
-        self._state = "complete"
-
-    def __enter__(self) -> Self:
-        if self._state != "new":
-            raise ValueError(f"upload of {self._key} is {self._state}; an upload is used once")
-        self._state = "open"
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        completed = self._state == "complete" and exc_type is None
-        self._state = "done" if completed else "aborted"
-        if not completed:
-            self._abort()
-        elif self._writer is None:
-            self._store.put(self._key, self._head)
-        else:
-            self._publish(self._writer)
-
-    def _append(self, piece: memoryview) -> None:
-        if self._writer is None:
-            if len(self._head) + piece.nbytes < PART_BYTES:
-                self._head += piece
-                return
-            self._writer = self._open_writer()
-            if self._head:
-                self._send(self._writer, memoryview(self._head))
-            self._head = bytearray()
-        self._send(self._writer, piece)
-
-    def _open_writer(self) -> "obstore.WritableFile":
-        backend = self._store.backend
-        return self._store.attempt(
-            "upload",
-            self._key,
-            lambda: obstore.open_writer(
-                backend.client("upload", writing=True),
-                backend.prefix + self._key,
-                # Local files carry no attributes, and need none: their publishing is a rename.
-                attributes=None if backend.is_local else {WRITE_ID_ATTRIBUTE: self._write_id},
-                buffer_size=PART_BYTES,
-                max_concurrency=PARTS_IN_FLIGHT,
-            ),
-        )
-
-    def _send(self, writer: "obstore.WritableFile", piece: memoryview) -> None:
-        # obstore starts as many parts as one write holds, whatever max_concurrency says: pieces are at most a part.
-        try:
-            self._store.attempt("upload", self._key, lambda: writer.write(piece))
-        except FileNotFoundError as err:
-            raise StoreUnavailable(f"upload {self._store.locate(self._key)}: the store dropped the upload") from err
-
-    def _publish(self, writer: "obstore.WritableFile") -> None:
-        try:
-            self._store.attempt("upload", self._key, writer.close)
-        except (StoreUnavailable, FileNotFoundError) as err:
-            # The completion may have arrived and its answer been lost; a repeated completion then finds no upload.
-            if self._is_published():
-                return
-            self._abort()
-            raise StoreUnavailable(f"upload {self._store.locate(self._key)}: not completed ({err})") from err
-        except BaseException:
-            self._abort()
-            raise
-
-    def _is_published(self) -> bool:
-        backend = self._store.backend
-        if backend.is_local:
-            return False
-        path = backend.prefix + self._key
-
-        def standing_write_id() -> Any:
-            found = obstore.get(backend.client(), path, options={"head": True})
-            return found.attributes.get(WRITE_ID_ATTRIBUTE)
-
-        try:
-            write_id = self._store.retrying(
-                "head", self._key, lambda: self._store.attempt("head", self._key, standing_write_id)
-            )
-        except FileNotFoundError:
-            return False
-        return bool(write_id == self._write_id)
-
-    def _abort(self) -> None:
-        self._head = bytearray()
-        if self._writer is None or self._writer.closed():
-            return
-        aborted = _AbortUpload(self._key)
-        try:
-            self._writer.__exit__(_AbortUpload, aborted, None)
-        except (BaseError, OSError) as err:
-            # Invisible to readers either way; the bucket's lifecycle rule for unfinished uploads gets it.
-            logger.warning("unfinished upload left behind key=%s: %s", self._key, _brief(err))
-
-
-class _AbortUpload(Exception):
-    """What obstore's writer is told when an upload is given up."""
 
 
 class _Patience:
@@ -628,21 +390,6 @@ def encode_json(record: JsonDict) -> bytes:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def _byte_view(data: Buffer) -> memoryview:
-    view = memoryview(data)
-    # cast refuses a zero in the shape.
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-# -- opening
-
-
-_memory_stores: dict[str, MemoryStore] = {}
-_memory_lock = threading.Lock()
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_KNOWN_SCHEMES = "a path, file://, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, memory://name"
-
-
 def open_store(
     url: str,
     storage_options: Mapping[str, Any] | None = None,
@@ -670,7 +417,7 @@ def open_store(
     Raises:
         ConfigError: a URL or option that cannot work, naming output.url or output.storage_options.
     """
-    normal_url, backend = _open_backend(url, dict(storage_options or {}))
+    normal_url, backend = open_backend(url, dict(storage_options or {}))
     return Store(
         normal_url,
         backend,
@@ -680,274 +427,3 @@ def open_store(
         clock=clock,
         sleep=sleep,
     )
-
-
-def _open_backend(url: str, options: dict[str, Any]) -> tuple[str, Backend]:
-    if not url.strip():
-        raise ConfigError(f"output.url is empty: give {_KNOWN_SCHEMES}")
-    match = _SCHEME.fullmatch(url)
-    scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
-    if scheme == "file":
-        _refuse_options(options, url)
-        return _open_local(url, rest, is_path=match is None)
-    container, _, prefix = rest.partition("/")
-    if scheme not in ("memory", "s3", "gs", "az"):
-        near = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}.get(scheme)
-        hint = f"write {near}://{rest}" if near else f"use {_KNOWN_SCHEMES}"
-        raise ConfigError(f"output.url: unknown scheme {scheme!r} in {url!r}; {hint}")
-    if not container:
-        raise ConfigError(f"output.url: {url!r} names no {'name' if scheme == 'memory' else 'bucket'}")
-    prefix = _clean_prefix(prefix, url)
-    normal_url = f"{scheme}://{container}/{prefix}".rstrip("/")
-    if scheme == "memory":
-        _refuse_options(options, url)
-        with _memory_lock:
-            memory = _memory_stores.setdefault(container, MemoryStore())
-        return normal_url, RemoteBackend(dict.fromkeys(get_args(Purpose), memory), prefix)
-    if scheme == "s3":
-        _complete_s3_options(options)
-    purposes: tuple[Purpose, ...] = get_args(Purpose)
-    clients = {purpose: _open_client(scheme, container, options, purpose) for purpose in purposes}
-    return normal_url, RemoteBackend(clients, prefix)
-
-
-def _open_local(url: str, rest: str, *, is_path: bool) -> tuple[str, Backend]:
-    if not is_path:
-        if not rest.startswith("/"):
-            raise ConfigError(f"output.url: {url!r} must have three slashes: file:///absolute/path")
-        rest = urllib.parse.unquote(rest)
-    root = Path(rest).expanduser().absolute()
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"output.url: {root} is a file; give a directory, which may be new")
-    return str(root), LocalBackend(root)
-
-
-def _clean_prefix(prefix: str, url: str) -> str:
-    prefix = prefix.rstrip("/")
-    if not prefix:
-        return ""
-    if any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise ConfigError(f"output.url: {url!r} has an empty, '.' or '..' segment")
-    if "?" in prefix or "#" in prefix:
-        raise ConfigError(f"output.url: {url!r} has a '?' or '#'; options belong in output.storage_options")
-    return prefix + "/"
-
-
-def _refuse_options(options: Mapping[str, Any], url: str) -> None:
-    if options:
-        raise ConfigError(f"output.storage_options: {url!r} takes none, got {', '.join(options)}")
-
-
-_ENDPOINT_OPTIONS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3")
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-
-
-def _complete_s3_options(options: dict[str, Any]) -> None:
-    """Fill in what follows from the endpoint, and refuse one on which obstore would panic."""
-    given = {name.lower() for name in options} | {
-        name.removeprefix("AWS_").lower() for name in os.environ if name.startswith("AWS_")
-    }
-    endpoint, origin = None, ""
-    for name, value in options.items():
-        if name.lower() in _ENDPOINT_OPTIONS:
-            endpoint, origin = str(value), f"output.storage_options.{name}"
-    if endpoint is None:
-        for variable in _ENDPOINT_VARIABLES:
-            if os.environ.get(variable):
-                endpoint, origin = os.environ[variable], variable
-                break
-    if endpoint is not None:
-        parts = urllib.parse.urlsplit(endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in endpoint):
-            raise ConfigError(f"{origin}: {endpoint!r} is not a URL such as https://s3.example.com")
-    is_plain = endpoint is not None and endpoint.startswith("http://")
-    if is_plain and not given & {"allow_http", "aws_allow_http"}:
-        options["allow_http"] = True
-    # TLS already protects the payload; hashing it again costs more CPU than everything else in a put.
-    if not is_plain and not given & {"unsigned_payload", "aws_unsigned_payload"}:
-        options["unsigned_payload"] = True
-
-
-def _open_client(scheme: str, container: str, options: Mapping[str, Any], purpose: Purpose) -> Client:
-    """obstore's own retry stays short, so that `retry_seconds` and full jitter rule.
-
-    Only the parts of a streaming upload cannot be retried from outside: that client tries for longer, but less than
-    the five minutes after which a repeated request carries an outdated signature.
-    """
-    kwargs = dict(options)
-    nested = kwargs.pop("client_options", {})
-    if "retry_config" in kwargs:
-        raise ConfigError("output.storage_options.retry_config is hsray's own; set output.retry_seconds instead")
-    client_options: Any = dict(nested)
-    if "timeout" not in kwargs:
-        client_options.setdefault("timeout", "60s" if purpose == "small" else "600s")
-    is_patient = purpose == "upload"
-    retry_config: Any = {
-        "max_retries": 1000 if is_patient else 2,
-        "retry_timeout": timedelta(seconds=240 if is_patient else 10),
-        "backoff": {
-            "init_backoff": timedelta(milliseconds=100),
-            "max_backoff": timedelta(seconds=10 if is_patient else 1),
-            "base": 2,
-        },
-    }
-    maker: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
-    try:
-        client: Client = maker(container, client_options=client_options, retry_config=retry_config, **kwargs)
-    except (BaseError, TypeError, ValueError) as err:
-        raise ConfigError(f"output.storage_options for {scheme}://{container}: {_first_line(err)}") from err
-    return client
-
-
-# -- translating errors
-
-
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>|\"(?:code|reason)\": ?\"(\w+)\"")
-_TRANSPORT_KIND = re.compile(r"HttpError \{\s+kind: (\w+)")
-_CAUSE = re.compile(r"(?:message|error): \"([^\"]+)\"")
-# Where a client looks for credentials when the environment has none: AWS, Google, Azure.
-_METADATA_SERVICE = re.compile(r"http\S+/(?:latest/(?:api/token|meta-data)|computeMetadata|metadata/identity)")
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_MISSING_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
-# Answers of the 4xx kind that only mean: not now.
-_TRANSIENT_CODES = {
-    "RequestTimeout",
-    "SlowDown",
-    "IncompleteBody",
-    "BadDigest",
-    "OperationAborted",
-    "ConditionalRequestConflict",
-    "rateLimitExceeded",
-    "userRateLimitExceeded",
-}
-_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
-_TRANSIENT_OS_ERRORS = {4, 11, 23, 24, 110, 116}  # EINTR EAGAIN ENFILE EMFILE ETIMEDOUT ESTALE
-_NO_ROOM_OS_ERRORS = {27, 28, 122}  # EFBIG ENOSPC EDQUOT
-
-
-def _translate(err: Exception, operation: str, where: str, url: str) -> Exception:
-    """The exception to raise for what obstore raised."""
-    text = str(err)
-    what = f"{operation} {where}"
-    brief = _brief(err)
-    if isinstance(err, InvalidPathError):
-        return ValueError(f"{what}: {brief}")
-    status_match = _STATUS.search(text)
-    status = int(status_match[1]) if status_match else None
-    code = _error_code(text)
-    if _missing_bucket(text):
-        return StoreUnusable(f"{what}: the bucket of {url} does not exist. Create it, or correct output.url")
-    if isinstance(err, FileNotFoundError):
-        if operation in ("put", "create"):
-            return StoreUnusable(f"{what}: refused: {brief}. Check output.url")
-        return FileNotFoundError(where)
-    if isinstance(err, AlreadyExistsError | PreconditionError):
-        return _KeyExists(f"{what}: {brief}") if operation == "create" else StoreUnavailable(f"{what}: {brief}")
-    if isinstance(err, NotImplementedError | NotSupportedError):
-        hint = "; set output.commit: single-writer if only one driver ever writes here" if operation == "create" else ""
-        return StoreUnusable(f"{what}: the store cannot do this ({brief}){hint}")
-    if isinstance(err, OSError) and err.errno is not None:
-        return _translate_local(err.errno, operation, what, brief)
-    if os_error := _OS_ERROR.search(text):
-        return _translate_local(int(os_error[1]), operation, what, brief)
-    if text.startswith(("Generic LocalFileSystem error", "Generic InMemory error")):
-        return StoreUnusable(f"{what}: {brief}")
-    credentials = _CREDENTIALS.get(url.partition("://")[0], "credentials")
-    if _METADATA_SERVICE.search(text):
-        no_credentials = f"{what}: no credentials. Set {credentials}, or give this machine a role ({brief})"
-        return (StoreUnusable if status in (401, 403, 404) else StoreUnavailable)(no_credentials)
-    if status is not None:
-        return _translate_status(status, code, what, brief, credentials)
-    return _translate_transport(text, what, brief)
-
-
-def _translate_status(status: int, code: str, what: str, brief: str, credentials: str) -> Exception:
-    if code in _EXPIRED_CODES:
-        if os.environ.get("AWS_SESSION_TOKEN"):
-            return StoreUnusable(
-                f"{what}: AWS_SESSION_TOKEN has expired. Set new credentials; the same command then resumes"
-            )
-        return StoreUnavailable(f"{what}: the credentials have expired and are being renewed ({code})")
-    if status in (408, 409, 429) or code in _TRANSIENT_CODES or (status >= 500 and status not in (501, 505)):
-        return StoreUnavailable(f"{what}: {brief}")
-    if code == "RequestTimeTooSkewed":
-        return StoreUnusable(f"{what}: this machine's clock is wrong ({code}). Set it, for example with NTP")
-    if status in (401, 403):
-        return StoreUnusable(
-            f"{what}: access denied ({f'{status} {code}'.rstrip()}). Check {credentials}, or the machine's role, "
-            "and that they may read, write and list under output.url"
-        )
-    if code in ("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect") or 300 <= status < 400:
-        return StoreUnusable(f"{what}: wrong region ({brief}). Set output.storage_options.region or AWS_REGION")
-    return StoreUnusable(f"{what}: refused: {brief}")
-
-
-def _translate_local(os_error: int, operation: str, what: str, brief: str) -> Exception:
-    if os_error in _TRANSIENT_OS_ERRORS:
-        return StoreUnavailable(f"{what}: {brief}")
-    if os_error in _NO_ROOM_OS_ERRORS:
-        return StoreUnusable(f"{what}: no room ({brief}). Free space or raise the quota; the same command then resumes")
-    if operation == "create" and os_error in (1, 38, 95):  # EPERM ENOSYS EOPNOTSUPP of link(2)
-        return StoreUnusable(
-            f"{what}: this file system has no hard links ({brief}), which put-if-absent needs. Use another output.url, "
-            "or set output.commit: single-writer if only one driver ever writes here"
-        )
-    if os_error in (1, 13, 30):  # EPERM EACCES EROFS
-        return StoreUnusable(f"{what}: not permitted ({brief}). Give this user write access, or change output.url")
-    return StoreUnusable(f"{what}: {brief}. Check output.url")
-
-
-def _translate_transport(text: str, what: str, brief: str) -> Exception:
-    """No answer with a status: the network, TLS, or the client's own configuration."""
-    if "BadScheme" in text or "URL scheme is not allowed" in text:
-        return StoreUnusable(
-            f"{what}: the endpoint is http://. Set output.storage_options.allow_http: true, or use https://"
-        )
-    if "InvalidContentType" in text:
-        return StoreUnusable(
-            f"{what}: the endpoint does not speak TLS. Write http:// in output.storage_options.endpoint"
-        )
-    if "InvalidCertificate" in text or "UnknownIssuer" in text:
-        return StoreUnusable(
-            f"{what}: the endpoint's certificate is not trusted. Set output.storage_options.client_options."
-            "root_certificate to your CA in PEM"
-        )
-    if "Received redirect without LOCATION" in text:
-        return StoreUnusable(f"{what}: wrong region. Set output.storage_options.region or AWS_REGION")
-    if "AccessDenied" in text:
-        return StoreUnusable(f"{what}: access denied ({brief}). Check what the credentials may do under output.url")
-    return StoreUnavailable(f"{what}: {brief}")
-
-
-def _missing_bucket(text: str) -> bool:
-    return any(word in text for word in _MISSING_BUCKET)
-
-
-def _error_code(text: str) -> str:
-    """The store's own word for what is wrong, or nothing."""
-    match = _CODE.search(text)
-    return (match[1] or match[2]) if match else ""
-
-
-def _brief(err: BaseException) -> str:
-    """What obstore says, in a few words: the status and the store's code, or why there was no answer."""
-    text = str(err)
-    if status := _STATUS.search(text):
-        return f"answer {status[1]} {_error_code(text)}".rstrip()
-    kind = _TRANSPORT_KIND.search(text)
-    if kind is None:
-        return _first_line(err)
-    causes = [match[1] for match in _CAUSE.finditer(text)]
-    return f"no answer ({kind[1].lower()}{': ' + causes[-1] if causes else ''})"
-
-
-def _first_line(err: BaseException) -> str:
-    """obstore's message without its debug part, on one line, at most 300 characters."""
-    text = " ".join(str(err).split("Debug source:")[0].split())
-    return text if len(text) <= 300 else text[:297] + "..."

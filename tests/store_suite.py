@@ -17,8 +17,9 @@ import pytest
 from obstore.exceptions import BaseError
 
 from hsray.errors import StoreError, StoreUnavailable, StoreUnusable
-from hsray.store import PART_BYTES, Store
+from hsray.store import Store
 from hsray.testing import FlakyStore, StoreFault
+from hsray.upload import PART_BYTES
 
 MB = 1024 * 1024
 MakeStore = Callable[[], Store]

@@ -19,7 +19,7 @@ from tests.tiny_models import make_tiny_model
 
 # Smaller than most prompts: a prompt takes several steps, and a step holds parts of several prompts.
 PREFILL_TOKENS = 48
-WORDS = "the model writes its residual stream into a slot 17 naïve 日本語 and reads state = f(x)".split()
+WORDS = ["the", "model", "writes", "residual", "stream", "into", "slot", "17", "naïve", "日本語", "state", "=", "f(x)"]
 
 
 @pytest.fixture

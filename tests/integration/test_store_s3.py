@@ -14,7 +14,8 @@ import pytest
 from hsray.errors import StoreUnavailable, StoreUnusable
 from hsray.ledger import Ledger, account
 from hsray.records import DeadPrompt, Lease, Resolution
-from hsray.store import PART_BYTES, PARTS_IN_FLIGHT, Store, open_store
+from hsray.store import Store, open_store
+from hsray.upload import PART_BYTES, PARTS_IN_FLIGHT
 from tests.faultproxy import Action, FaultProxy, run_fault_proxy
 from tests.seaweed import READ_ONLY_KEY, Seaweed, abort_uploads, open_uploads
 from tests.store_suite import LEASE_KEY, MakeStore, StoreSuite, distinct_bytes, keys

@@ -44,7 +44,7 @@ def test_a_config_that_lacks_a_field_is_refused_by_name(tmp_path: Path, missing:
 
 
 def test_a_directory_without_config_is_refused_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         read_facts(tmp_path)
 
 

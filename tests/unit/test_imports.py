@@ -12,8 +12,19 @@ PACKAGE = Path(__file__).parents[2] / "hsray"
 # Lowest first. A module may import from its own level or below.
 LEVELS = [
     {"errors", "records", "sites", "schema", "log", "channel"},
-    {"config", "store", "codec", "spool", "checkpoint", "ranges", "quickstart"},
-    {"prompts", "plan", "ledger", "index", "shard", "reader", "scheduler", "budget"},
+    {
+        "config",
+        "store",
+        "store_errors",
+        "store_clients",
+        "upload",
+        "codec",
+        "spool",
+        "checkpoint",
+        "ranges",
+        "quickstart",
+    },
+    {"prompts", "plan", "ledger", "index", "shard", "reader", "events", "scheduler", "budget"},
     {"status", "verify", "export", "finish"},
     {"capture", "engine", "selftest", "replica", "cluster", "progress"},
     {"extract", "testing"},

@@ -24,9 +24,7 @@ import pytest
 
 from hsray.config import BudgetConfig
 from hsray.errors import HsrayError, StoreUnavailable
-from hsray.ledger import Ledger, account
-from hsray.records import IndexEntry, Lease, LeaseOutcome, PromptFailure, Resolution, ShardRecord
-from hsray.scheduler import (
+from hsray.events import (
     AbandonPlace,
     Action,
     CancelLease,
@@ -44,12 +42,14 @@ from hsray.scheduler import (
     Resolve,
     Resolved,
     RetireReplica,
-    Scheduler,
     SpawnReplica,
     StartLease,
     StopRequested,
     Tick,
 )
+from hsray.ledger import Ledger, account
+from hsray.records import IndexEntry, Lease, LeaseOutcome, PromptFailure, Resolution, ShardRecord
+from hsray.scheduler import Scheduler
 from hsray.schema import LEASES_PREFIX
 from hsray.store import open_store
 from hsray.testing import FlakyStore

@@ -7,8 +7,7 @@ from typing import TypeVar
 import pytest
 
 from hsray.config import BudgetConfig
-from hsray.records import IndexEntry, Lease, LeaseOutcome, PromptFailure, Resolution, ShardRecord
-from hsray.scheduler import (
+from hsray.events import (
     AbandonPlace,
     Action,
     CancelLease,
@@ -26,12 +25,13 @@ from hsray.scheduler import (
     Resolve,
     Resolved,
     RetireReplica,
-    Scheduler,
     SpawnReplica,
     StartLease,
     StopRequested,
     Tick,
 )
+from hsray.records import IndexEntry, Lease, LeaseOutcome, PromptFailure, Resolution, ShardRecord
+from hsray.scheduler import Scheduler
 
 A = TypeVar("A")
 

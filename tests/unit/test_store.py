@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 
 from hsray.errors import ConfigError, StoreUnavailable, StoreUnusable
-from hsray.store import PART_BYTES, PARTS_IN_FLIGHT, Store, open_store
+from hsray.store import Store, open_store
 from hsray.testing import FlakyStore
+from hsray.upload import PART_BYTES, PARTS_IN_FLIGHT
 from tests.store_suite import LEASE_KEY, FailingUpload, MakeStore, StoreSuite, keys
 
 
@@ -221,7 +222,8 @@ def test_two_processes_share_the_keys_of_a_local_store_without_overlap(tmp_path:
 def test_a_killed_process_leaves_no_visible_part_of_an_upload(tmp_path: Path) -> None:
     script = (
         "import os, signal\n"
-        "from hsray.store import open_store, PART_BYTES\n"
+        "from hsray.store import open_store\n"
+        "from hsray.upload import PART_BYTES\n"
         f"store = open_store({str(tmp_path)!r})\n"
         "with store.upload('data/x') as upload:\n"
         "    upload.write(bytes(3 * PART_BYTES))\n"
