@@ -27,7 +27,7 @@ LEVELS = [
     {"prompts", "plan", "ledger", "index", "shard", "reader", "events", "scheduler", "budget"},
     {"status", "verify", "export", "finish"},
     {"capture", "engine", "selftest", "replica", "cluster", "progress"},
-    {"extract", "testing"},
+    {"extract", "driver", "testing"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 HEAVY = ("ray", "sglang", "torch", "transformers")

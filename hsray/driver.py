@@ -1,0 +1,299 @@
+"""The driver: feeds events to the scheduler and performs what it asks for. It owns no decision.
+
+Runs in the job's own process, on any node. It may die at any time: what is done is in the ledger, and another
+driver goes on from there.
+"""
+
+import logging
+import os
+import queue
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hsray import events as s
+from hsray.checkpoint import ModelFacts
+from hsray.cluster import ClusterEvent, RayCluster, StoreFailed
+from hsray.config import Config
+from hsray.engine import NUMBERS_DEPEND_ON, EngineSpec
+from hsray.errors import ExitCode, StoreError
+from hsray.events import Action, Finished, ReplicaFailedToStart, ReplicaReady, Resolved, StopRequested, Tick
+from hsray.ledger import Ledger, account
+from hsray.plan import Plan, read_lease_prompts
+from hsray.progress import ProgressDisplay, Snapshot
+from hsray.records import JsonDict
+from hsray.replica import ReplicaSpec
+from hsray.scheduler import Scheduler
+from hsray.schema import ENGINE_KEY, shard_metadata
+from hsray.sites import Site
+from hsray.store import Store
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.5
+# Commits and shard deletions at once; each is one small request.
+_COMMIT_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is ready to be worked on: stored plan, resolved model and sites."""
+
+    config: Config
+    store: Store
+    ledger: Ledger
+    record: JsonDict
+    plan: Plan
+    facts: ModelFacts
+    sites: tuple[Site, ...]
+    model_path: str
+
+
+def work(job: Job, engine_class: str) -> Finished | None:
+    """Run replicas until the scheduler is finished. None if nothing was left to do.
+
+    Raises:
+        StoreError: the store became unusable.
+    """
+
+    resolutions = job.ledger.resolutions()
+    accounting = account(job.plan.leases, resolutions)
+    if not accounting.open:
+        return None
+    attempts: dict[int, int] = {}
+    for resolution in resolutions.values():
+        for row, count in resolution.attempts.items():
+            attempts[row] = max(count, attempts.get(row, 0))
+    scheduler = Scheduler(
+        accounting.open,
+        job.config.budgets,
+        starts=job.ledger.starts(),
+        attempts=attempts,
+        total_rows=job.plan.num_prompts,
+        already_dead=len(accounting.dead),
+        already_committed=len(accounting.committed),
+        new_attempt_id=lambda: uuid.uuid4().hex[:12],
+        prompt_id_of=lambda row: _prompt_id(job, row),
+    )
+    events: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
+    spec = replica_spec(job, engine_class)
+    gpus = 0 if job.config.engine.is_cpu else job.config.engine.tp_size
+    cluster = RayCluster(job.config.cluster, spec, gpus, events.put)
+    with stop_on_signals(events) as on_signals:
+        try:
+            cluster.start()
+            on_signals.install()  # Ray's start puts a handler of its own on SIGTERM, which aborts
+            log.info("logs of SGLang and the replicas: %s; of Ray: %s", spec.log_dir, cluster.session_dir())
+            return Driver(job, scheduler, cluster, events).drive()
+        finally:
+            cluster.shutdown()
+
+
+class Driver:
+    """Feeds events to the scheduler and performs what it asks for. Owns no decision."""
+
+    def __init__(
+        self, job: Job, scheduler: Scheduler, cluster: RayCluster, events: queue.SimpleQueue[ClusterEvent]
+    ) -> None:
+        self.job, self.scheduler, self.cluster, self.events = job, scheduler, cluster, events
+        self.pool = ThreadPoolExecutor(_COMMIT_THREADS, thread_name_prefix="hsray-commit")
+        self.finished: Finished | None = None
+        self.leases_total = len(job.plan.leases)
+
+    def drive(self) -> Finished:
+
+        start = self.scheduler.progress
+        done = start.prompts_committed + start.prompts_dead
+        try:
+            self._drive(start.prompts_total, done)
+        finally:
+            # Nothing is outstanding unless the store failed; then a commit may hang for as long as it is retried.
+            self.pool.shutdown(wait=False, cancel_futures=True)
+        assert self.finished is not None
+        return self.finished
+
+    def _drive(self, total: int, done: int) -> None:
+        with ProgressDisplay(total, done, self.job.config.log.interval_seconds) as display:
+            while self.finished is None:
+                try:
+                    event = self.events.get(timeout=_TICK_SECONDS)
+                except queue.Empty:
+                    event = Tick()
+                if isinstance(event, StoreFailed):
+                    raise event.error
+                if isinstance(event, ReplicaReady):
+                    event = self.admit(event)
+                for action in self.scheduler.handle(event, time.monotonic()):
+                    self.perform(action)
+                display.update(Snapshot(self.scheduler.progress, self.cluster.totals(), self.leases_total))
+
+    def admit(self, event: ReplicaReady) -> ReplicaReady | ReplicaFailedToStart:
+        """Let a replica in if its engine is the one that the run began with; the first one sets it."""
+
+        facts = next(f for f in self.cluster.facts() if f.replica == event.replica)
+        mine = {
+            "sglang_version": facts.sglang_version,
+            "model_class": facts.model_class,
+            "engine_dtype": facts.engine_dtype,
+            **facts.engine,
+        }
+        stored = self.job.store.create_once(ENGINE_KEY, {"engine": mine}).record["engine"]
+        allowed = self.job.config.engine.allow_change
+        changed = [k for k in NUMBERS_DEPEND_ON if mine.get(k) != stored.get(k) and k not in allowed]
+        if not changed:
+            log.info("replica %s is ready on %s (log: %s)", event.replica, facts.node, facts.log_path)
+            for skipped in facts.self_test_skipped:
+                log.warning("replica %s: the self-test could not check %s", event.replica, skipped)
+            return event
+        self.cluster.retire(event.replica)
+        differs = ", ".join(f"{k}: {stored.get(k)} then, {mine.get(k)} now" for k in changed)
+        return ReplicaFailedToStart(
+            event.replica,
+            f"the engine is not the one this run began with ({differs}). Use that one, or name the keys in "
+            "engine.allow_change",
+            permanent=True,
+        )
+
+    def perform(self, action: Action) -> None:
+
+        match action:
+            case s.SpawnReplica(place, replica):
+                log.info("starting replica %s", replica)
+                self.cluster.spawn(place, replica)
+            case s.RetireReplica(replica, reason):
+                log.warning("retiring replica %s: %s", replica, reason)
+                self.cluster.retire(replica)
+            case s.StartLease():
+                self._submit(self._start_lease, action)
+            case s.CancelLease(replica, lease_id, attempt, keep):
+                self.cluster.cancel_lease(replica, lease_id, attempt, keep)
+            case s.Resolve():
+                if action.resolution.kind == "split":
+                    self.leases_total += 1
+                self._submit(self._resolve, action)
+            case s.DiscardShards(keys):
+                self._submit(self.job.store.delete, list(keys))
+            case s.AbandonPlace(place, reason):
+                log.error("giving up on place %s: %s", place, reason)
+            case s.Finished():
+                self.finished = action
+
+    def _submit(self, function: Callable[[Any], None], argument: Any) -> None:
+
+        def guarded() -> None:
+            try:
+                function(argument)
+            except StoreError as err:
+                self.events.put(StoreFailed(err))
+            except Exception as err:
+                log.exception("unexpected error while committing")
+                self.events.put(StoreFailed(StoreError(f"unexpected: {type(err).__name__}: {err}")))
+
+        self.pool.submit(guarded)
+
+    def _start_lease(self, action: Any) -> None:
+        # The start is on record before the work begins: a lease that kills drivers is counted too.
+        lease = action.lease
+        info = {"attempt": action.attempt, "replica": action.replica, "time": datetime.now(UTC).isoformat()}
+        self.job.ledger.record_start(lease.lease_id, action.number, info)
+        self.cluster.start_lease(action.replica, lease, action.attempt, self.job.plan.refs[lease.root_id])
+
+    def _resolve(self, action: Any) -> None:
+
+        standing, ours = self.job.ledger.resolve(action.resolution)
+        for dead in standing.dead if ours else ():
+            log.warning("prompt %s (row %d) is dead: %s", dead.prompt_id, dead.row, dead.message)
+        self.events.put(Resolved(standing, ours))
+
+
+def replica_spec(job: Job, engine_class: str) -> Any:
+    """What every replica of the run is told."""
+
+    config = job.config
+    replicas = config.cluster.replicas
+    per_node = 8 // config.engine.tp_size or 1
+    env = dict(config.engine.env)
+    if config.engine.is_cpu:
+        per_node = replicas if isinstance(replicas, int) else 1
+        # Ray would give each actor as many threads as it reserves CPUs: one.
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // per_node)))
+    log_dir = config.log.dir or str(Path(tempfile.gettempdir()) / "hsray-logs" / job.record["run_id"])
+    return ReplicaSpec(
+        run_url=job.store.url,
+        storage_options=config.output.storage_options,
+        commit=config.output.commit,
+        retry_seconds=config.output.retry_seconds,
+        engine=EngineSpec(
+            model_path=job.model_path,
+            trust_remote_code=config.model.trust_remote_code,
+            args=config.engine.args,
+            env=env,
+            is_cpu=config.engine.is_cpu,
+        ),
+        facts=job.facts,
+        sites=tuple(site.name for site in job.sites),
+        dtype=config.capture.dtype,
+        spool=config.spool,
+        shard_bytes=config.output.shard_bytes,
+        shard_metadata=shard_metadata(
+            sites=job.sites,
+            hidden_size=job.facts.hidden_size,
+            dtype=config.capture.dtype,
+            run_id=job.record["run_id"],
+            model=job.facts.name,
+        ),
+        largest_prompt_tokens=job.plan.largest_prompt_tokens,
+        start_timeout_seconds=config.engine.start_timeout_seconds,
+        request_timeout_seconds=config.engine.request_timeout_seconds,
+        log_dir=log_dir,
+        allow_untested=config.engine.allow_untested,
+        replicas_per_node=per_node,
+        engine_class=engine_class,
+    )
+
+
+def _prompt_id(job: Job, row: int) -> str:
+    """The id of a prompt no replica reported on (a crash): looked up in the stored plan."""
+
+    root = next(lease for lease in job.plan.leases if lease.rows[0] <= row <= lease.rows[-1])
+    return read_lease_prompts(job.store, job.plan.refs[root.lease_id], [row])[0].prompt_id
+
+
+class stop_on_signals:
+    """SIGTERM and SIGINT ask the scheduler to stop; a second one ends the process at once."""
+
+    def __init__(self, events: queue.SimpleQueue[ClusterEvent]) -> None:
+        self._events = events
+        self._previous: dict[int, Any] = {}
+        self._asked = False
+
+    def __enter__(self) -> "stop_on_signals":
+        self.install()
+        return self
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                previous = signal.signal(number, self._on_signal)
+            except ValueError:  # not the main thread: whoever runs us handles signals
+                return
+            self._previous.setdefault(number, previous)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+
+        if self._asked:
+            os._exit(int(ExitCode.INTERRUPTED))
+        self._asked = True
+        log.warning("%s: committing what is complete; once more ends at once", signal.Signals(number).name)
+        self._events.put(StopRequested())
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
