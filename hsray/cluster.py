@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hsray.config import ClusterConfig
-from hsray.errors import ConfigError, HsrayError, ReplicaLost, StoreError
+from hsray.errors import ConfigError, EngineError, HsrayError, ReplicaLost, SelfTestError, StoreError
 from hsray.events import (
     Draining,
     Event,
@@ -48,13 +48,14 @@ _LOCAL_OBJECT_STORE_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class StoreFailed:
-    """A replica met a store error that trying again does not mend. Not the scheduler's business: the run ends."""
+class RunFailed:
+    """Something that no retry mends and no replica is to blame for: a store that refuses, a plan that cannot be
+    read. Not the scheduler's business: the run ends with the error's exit code."""
 
-    error: StoreError
+    error: HsrayError
 
 
-ClusterEvent = Event | StoreFailed
+ClusterEvent = Event | RunFailed
 _Kind = Literal["ready", "lease", "ping"]
 
 
@@ -130,9 +131,10 @@ class RayCluster:
     _places: set[str] = field(default_factory=set)
     _retired: _Retired = field(default_factory=_Retired)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _nodes_used: set[str] = field(default_factory=set)
     _waiting_logged: float = 0.0
+    _poller: threading.Thread | None = None
     is_local: bool = False
+    refusal: BaseException | None = None
 
     def start(self) -> None:
         """Connect to Ray, or start a local one, and begin to look for places.
@@ -164,7 +166,8 @@ class RayCluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as err:
             raise ConfigError(f"cluster.address: cannot connect to Ray at {address or 'local'}: {err}") from err
-        threading.Thread(target=self._poll_forever, name="hsray-cluster", daemon=True).start()
+        self._poller = threading.Thread(target=self._poll_forever, name="hsray-cluster", daemon=True)
+        self._poller.start()
 
     def session_dir(self) -> str:
         """Where Ray keeps its own logs on this node."""
@@ -213,12 +216,11 @@ class RayCluster:
 
     def retire(self, replica: str) -> None:
         """Kill the replica with everything it started. Nothing is heard of it again."""
-        import ray
 
         with self._lock:
             handle = self._forget(replica)
         if handle is not None:
-            ray.kill(handle.actor, no_restart=True)
+            _kill(handle)
 
     def totals(self) -> Totals:
         with self._lock:
@@ -252,8 +254,13 @@ class RayCluster:
         if farewells:
             ray.wait(farewells, num_returns=len(farewells), timeout=_SHUTDOWN_SECONDS)
         for handle in handles:
-            ray.kill(handle.actor, no_restart=True)
-        self._sweep_nodes()
+            _kill(handle)
+        if self._poller is not None:
+            self._poller.join(5)  # it must not be inside Ray when Ray goes away
+        try:
+            self._sweep_nodes()
+        except Exception as err:  # noqa: BLE001 - the next replica on the node sweeps as well
+            log.warning("could not sweep %s everywhere: %s", self.spec.spool.path, err)
         ray.shutdown()
 
     # ---------------------------------------------------------------- polling
@@ -309,7 +316,6 @@ class RayCluster:
         handle.last_answer = time.monotonic()
         if call.kind == "ready":
             handle.facts, handle.node_id = value
-            self._nodes_used.add(value[1])
             self.emit(ReplicaReady(call.replica))
         elif call.kind == "ping":
             handle.progress = value
@@ -323,22 +329,28 @@ class RayCluster:
         cause = _cause(error)
         if isinstance(error, ray.exceptions.RayTaskError) and not isinstance(error, ray.exceptions.RayActorError):
             # The replica lives; our own code raised in it.
-            if call.kind == "lease" and isinstance(cause, StoreError):
-                if not cause.transient:
-                    self.emit(StoreFailed(cause))
-                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "storage", str(cause)))
-            elif call.kind == "lease":
-                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "replica", _describe(cause)))
-            else:
+            if call.kind != "lease":
                 log.warning("replica %s: %s", call.replica, _describe(cause))
+            elif isinstance(cause, EngineError):
+                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "replica", _describe(cause)))
+            elif isinstance(cause, StoreError) and cause.transient:
+                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "storage", str(cause)))
+            elif isinstance(cause, HsrayError):
+                self.emit(RunFailed(cause))
+            else:  # the plan's object is gone or damaged, or a bug; the engine is not to blame
+                log.error("lease %s on replica %s failed", call.lease_id, call.replica, exc_info=error)
+                self.emit(RunFailed(HsrayError(f"lease {call.lease_id} on {call.replica}: {_describe(cause)}")))
             return
         with self._lock:
             if self._forget(call.replica) is None:
                 return
-        ray.kill(handle.actor, no_restart=True)
+        _kill(handle)
         if handle.facts is None:
             reason = self._with_log(handle, _describe(cause))
-            permanent = isinstance(cause, HsrayError) and not cause.transient
+            # An engine that did not start may start next time: a port taken, a predecessor's memory not freed yet.
+            permanent = isinstance(cause, ConfigError | SelfTestError)
+            if permanent:
+                self.refusal = cause
             self.emit(ReplicaFailedToStart(call.replica, reason, permanent))
         else:
             blame = not self._was_announced(error, handle)
@@ -350,7 +362,11 @@ class RayCluster:
 
         if handle.is_draining or isinstance(error, ray.exceptions.NodeDiedError) or getattr(error, "preempted", False):
             return True
-        return handle.node_id is not None and handle.node_id not in {n["NodeID"] for n in _alive_nodes()}
+        try:
+            return handle.node_id is not None and handle.node_id not in {n["NodeID"] for n in _alive_nodes()}
+        except Exception as err:  # noqa: BLE001 - whatever Ray says: the death itself must be reported
+            log.warning("cannot ask Ray for its nodes: %s", err)
+            return False
 
     def _with_log(self, handle: _Handle, reason: str) -> str:
         path = handle.facts.log_path if handle.facts else str(Path(self.spec.log_dir) / f"{_slug(handle.name)}.log")
@@ -392,6 +408,8 @@ class RayCluster:
         else:
             found = set()
             for node in _alive_nodes():
+                if not self._suits(node):
+                    continue
                 slots = int(node["Resources"].get("GPU", 0)) // self.gpus_per_replica
                 found |= {f"{node['NodeID']}/{slot}" for slot in range(slots)}
         for place in sorted(found - self._places):
@@ -405,6 +423,13 @@ class RayCluster:
             for handle in handles:
                 handle.is_draining = True
                 self.emit(Draining(handle.name))
+
+    def _suits(self, node: dict[str, Any]) -> bool:
+        """Whether the node has the labels and resources a replica needs (Ray's `in(...)` and `!x` are left to Ray)."""
+        labels = node.get("Labels", {})
+        plain = {k: v for k, v in self.config.label_selector.items() if not v.startswith(("!", "in("))}
+        has_labels = all(labels.get(key) == value for key, value in plain.items())
+        return has_labels and all(node["Resources"].get(k, 0) >= v for k, v in self.config.resources.items())
 
     def _forget(self, replica: str) -> _Handle | None:
         """Holds the lock."""
@@ -435,10 +460,19 @@ class RayCluster:
             remote_sweep.options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
             ).remote(self.spec.spool.path)
-            for node_id in self._nodes_used & alive
+            for node_id in alive
         ]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_SECONDS)
+
+
+def _kill(handle: _Handle) -> None:
+    import ray
+
+    try:
+        ray.kill(handle.actor, no_restart=True)
+    except Exception as err:  # noqa: BLE001 - whatever Ray says, the caller has more to do
+        log.warning("could not kill replica %s: %s", handle.name, err)
 
 
 def _sweep_when_dead(path: str) -> int:
@@ -486,7 +520,7 @@ def _cause(error: Exception) -> BaseException:
 def _creation_cause(error: Any) -> BaseException | None:
     """An actor whose constructor raised dies with the error's text as its reason."""
     text = str(error)
-    for kind in ("ConfigError", "SelfTestError", "EngineStartError", "StoreUnusable"):
+    for kind in ("ConfigError", "SelfTestError", "EngineStartError", "SpoolFull", "StoreUnusable", "StoreUnavailable"):
         marker = f"{kind}: "
         if marker in text:
             from hsray import errors

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from hsray import events as s
+from hsray.capture.tested import untested
 from hsray.checkpoint import ModelFacts
-from hsray.cluster import ClusterEvent, RayCluster, StoreFailed
+from hsray.cluster import ClusterEvent, RayCluster, RunFailed
 from hsray.config import Config
-from hsray.engine import NUMBERS_DEPEND_ON, EngineSpec
-from hsray.errors import ExitCode, StoreError
+from hsray.engine import NUMBERS_DEPEND_ON, SGLANG_ENGINE, EngineSpec
+from hsray.errors import ConfigError, ExitCode, HsrayError, StoreError
 from hsray.events import Action, Finished, ReplicaFailedToStart, ReplicaReady, Resolved, StopRequested, Tick
 from hsray.ledger import Ledger, account
 from hsray.plan import Plan, read_lease_prompts
@@ -60,9 +61,36 @@ def work(job: Job, engine_class: str) -> Finished | None:
     """Run replicas until the scheduler is finished. None if nothing was left to do.
 
     Raises:
-        StoreError: the store became unusable.
+        ConfigError: no replica could start, because of a key of the configuration.
+        HsrayError: the store became unusable, or the plan unreadable.
     """
+    scheduler = _make_scheduler(job)
+    if scheduler is None:
+        return None
+    events: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
+    spec = replica_spec(job, engine_class)
+    if engine_class == SGLANG_ENGINE and not job.config.engine.allow_untested:
+        # Each replica checks again, its SGLang's version as well; here it costs no model load.
+        problem = untested(None, job.facts.architecture)
+        if problem is not None:
+            raise ConfigError(f"model.path: {problem}")
+    gpus = 0 if job.config.engine.is_cpu else job.config.engine.tp_size
+    cluster = RayCluster(job.config.cluster, spec, gpus, events.put)
+    with stop_on_signals(events) as on_signals:
+        try:
+            cluster.start()
+            on_signals.install()  # Ray's start puts a handler of its own on SIGTERM, which aborts
+            log.info("logs of SGLang and the replicas: %s; of Ray: %s", spec.log_dir, cluster.session_dir())
+            finished = Driver(job, scheduler, cluster, events).drive()
+        finally:
+            cluster.shutdown()
+    if finished.reason == "no_capacity" and isinstance(cluster.refusal, ConfigError):
+        raise cluster.refusal
+    return finished
 
+
+def _make_scheduler(job: Job) -> Scheduler | None:
+    """The scheduler of what is still open, or None. Resolutions hold every extent: they are let go of here."""
     resolutions = job.ledger.resolutions()
     accounting = account(job.plan.leases, resolutions)
     if not accounting.open:
@@ -71,7 +99,7 @@ def work(job: Job, engine_class: str) -> Finished | None:
     for resolution in resolutions.values():
         for row, count in resolution.attempts.items():
             attempts[row] = max(count, attempts.get(row, 0))
-    scheduler = Scheduler(
+    return Scheduler(
         accounting.open,
         job.config.budgets,
         starts=job.ledger.starts(),
@@ -82,18 +110,6 @@ def work(job: Job, engine_class: str) -> Finished | None:
         new_attempt_id=lambda: uuid.uuid4().hex[:12],
         prompt_id_of=lambda row: _prompt_id(job, row),
     )
-    events: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
-    spec = replica_spec(job, engine_class)
-    gpus = 0 if job.config.engine.is_cpu else job.config.engine.tp_size
-    cluster = RayCluster(job.config.cluster, spec, gpus, events.put)
-    with stop_on_signals(events) as on_signals:
-        try:
-            cluster.start()
-            on_signals.install()  # Ray's start puts a handler of its own on SIGTERM, which aborts
-            log.info("logs of SGLang and the replicas: %s; of Ray: %s", spec.log_dir, cluster.session_dir())
-            return Driver(job, scheduler, cluster, events).drive()
-        finally:
-            cluster.shutdown()
 
 
 class Driver:
@@ -126,7 +142,7 @@ class Driver:
                     event = self.events.get(timeout=_TICK_SECONDS)
                 except queue.Empty:
                     event = Tick()
-                if isinstance(event, StoreFailed):
+                if isinstance(event, RunFailed):
                     raise event.error
                 if isinstance(event, ReplicaReady):
                     event = self.admit(event)
@@ -137,7 +153,9 @@ class Driver:
     def admit(self, event: ReplicaReady) -> ReplicaReady | ReplicaFailedToStart:
         """Let a replica in if its engine is the one that the run began with; the first one sets it."""
 
-        facts = next(f for f in self.cluster.facts() if f.replica == event.replica)
+        facts = next((f for f in self.cluster.facts() if f.replica == event.replica), None)
+        if facts is None:
+            return event  # it died since; its death is on the way
         mine = {
             "sglang_version": facts.sglang_version,
             "model_class": facts.model_class,
@@ -179,7 +197,7 @@ class Driver:
                     self.leases_total += 1
                 self._submit(self._resolve, action)
             case s.DiscardShards(keys):
-                self._submit(self.job.store.delete, list(keys))
+                self._submit(self._discard, keys)
             case s.AbandonPlace(place, reason):
                 log.error("giving up on place %s: %s", place, reason)
             case s.Finished():
@@ -190,13 +208,19 @@ class Driver:
         def guarded() -> None:
             try:
                 function(argument)
-            except StoreError as err:
-                self.events.put(StoreFailed(err))
+            except HsrayError as err:
+                self.events.put(RunFailed(err))
             except Exception as err:
                 log.exception("unexpected error while committing")
-                self.events.put(StoreFailed(StoreError(f"unexpected: {type(err).__name__}: {err}")))
+                self.events.put(RunFailed(HsrayError(f"unexpected: {type(err).__name__}: {err}")))
 
         self.pool.submit(guarded)
+
+    def _discard(self, keys: tuple[str, ...]) -> None:
+        try:
+            self.job.store.delete(list(keys))
+        except StoreError as err:  # garbage; no reader sees it
+            log.warning("could not delete shards of a lost attempt: %s", err)
 
     def _start_lease(self, action: Any) -> None:
         # The start is on record before the work begins: a lease that kills drivers is counted too.

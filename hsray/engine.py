@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from hsray.capture.settings import CaptureSettings
 from hsray.errors import ConfigError, EngineStartError
 
+SGLANG_ENGINE = "hsray.engine:SGLangEngine"
+
 # argument -> (value, why)
 FIXED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "disable_radix_cache": (True, "a shared prefix would be served from the cache and its states never computed"),
@@ -21,7 +23,11 @@ FIXED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "pp_size": (1, "layers of other pipeline stages cannot be captured"),
     "enable_two_batch_overlap": (False, "two-batch overlap skips the capture of hidden states"),
     "speculative_algorithm": (None, "draft and verify passes would be captured as if they were prompts"),
+    # One idea under the names of different versions.
     "enable_prefill_context_parallel": (False, "prefill context parallelism splits the rows of a prompt over ranks"),
+    "enable_prefill_cp": (False, "prefill context parallelism splits the rows of a prompt over ranks"),
+    "dcp_size": (1, "context parallelism splits the rows of a prompt over ranks"),
+    "enable_layernorm_sp": (False, "sequence-parallel norms split the rows of a prompt over ranks"),
     "attn_cp_size": (1, "context parallelism splits the rows of a prompt over ranks"),
     "enable_return_hidden_states": (False, "SGLang's own return path is up to 23 times slower than prefill"),
     "nnodes": (1, "one engine per node; use one replica per node instead"),

@@ -7,6 +7,7 @@ The same command starts and resumes a run; without arguments it runs the quickst
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 import time
 import uuid
@@ -338,4 +339,10 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == ExitCode.STORE:
+        # Commits that are still being retried run in threads the interpreter would wait for.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

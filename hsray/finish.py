@@ -6,6 +6,7 @@ short by a crash and simply runs again.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,9 @@ from hsray.ledger import Accounting, Ledger
 from hsray.records import JsonDict, Resolution
 from hsray.schema import CARD_KEY, FINAL_NORM_KEY
 from hsray.store import Store
+
+# Above it the card falls back to a glob.
+MAX_LISTED_SHARDS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,8 @@ def finish_run(
         raise RuntimeError(f"{summary.left} prompts have no outcome; the run is not finished")
     kept = {k: r for k, r in resolutions.items() if k not in accounting.superseded}
     write_index(store, kept, [site["name"] for site in run["sites"]])
-    store.put(CARD_KEY, dataset_card(run, summary, store.url).encode())
+    shards = [shard.key for lease_id in sorted(kept) for shard in kept[lease_id].shards]
+    store.put(CARD_KEY, dataset_card(run, summary, store.url, shards).encode())
     ledger.write_success({**summary.to_json(), "finished": datetime.now(UTC).isoformat(timespec="seconds")})
     return summary
 
@@ -91,21 +96,24 @@ def store_final_norm(store: Store, model_path: str | Path, eps: float, kind: str
     return True
 
 
-def dataset_card(run: JsonDict, summary: RunSummary, url: str) -> str:
-    """README.md of the run, with the Hugging Face metadata block that makes `data/*.parquet` a dataset."""
+def dataset_card(run: JsonDict, summary: RunSummary, url: str, shards: Sequence[str]) -> str:
+    """README.md of the run, with the Hugging Face metadata block that makes the committed `shards` a dataset."""
     sites = run["sites"]
     features = [
         ("prompt_id", "string"),
         ("row", "int64"),
         *((name, "int32") for name in ("segment", "num_segments", "token_start", "num_tokens", "seq_len")),
     ]
+    # By name, since a glob would take in what interrupted attempts left behind; a card of megabytes helps nobody.
+    paths = [f"    - {key}" for key in shards] if len(shards) <= MAX_LISTED_SHARDS else ["    - data/*.parquet"]
     lines = [
         "---",
         "configs:",
         "- config_name: default",
         "  data_files:",
         "  - split: train",
-        "    path: data/*.parquet",
+        "    path:",
+        *paths,
         "dataset_info:",
         "  features:",
         *(f"  - name: {name}\n    dtype: {dtype}" for name, dtype in features),

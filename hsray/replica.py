@@ -29,7 +29,7 @@ from hsray.channel import Captured, CaptureFailed, ChannelServer, Hello, Message
 from hsray.checkpoint import ModelFacts
 from hsray.config import SpoolConfig
 from hsray.engine import EngineSpec, PrefillEngine, PrefillResponse, load_engine_class
-from hsray.errors import EngineError, EngineStartError, SelfTestError, SpoolFull
+from hsray.errors import ConfigError, EngineError, EngineStartError, SelfTestError, SpoolFull
 from hsray.log import configure_file_logging
 from hsray.plan import PlanRef, read_lease_prompts
 from hsray.records import FailureClass, Lease, LeaseOutcome, Prompt, PromptFailure, ShardRecord
@@ -111,7 +111,7 @@ class _Flight:
 
     prompt: Prompt
     slot: Slot
-    lease: "_LeaseRun | None"  # None for a fence
+    lease: "_LeaseRun | None"  # None for a self-test prompt
     response: PrefillResponse | None = None
     captured: Captured | None = None
 
@@ -160,8 +160,8 @@ class Replica:
         self._fatal: str | None = None
         self._closing = False
         self._prompts = self._tokens = self._stored_bytes = self._rewritten = 0
-        self._last_completion = time.monotonic()
-        self._quarantine: dict[str, list[Slot]] = {}
+        self._last_progress = time.monotonic()  # of any lease: a prompt sent, finished or stored
+        self._writing = 0
         self._cancelled: dict[str, bool] = {}  # attempt -> keep; a handful in the life of a replica
         self.store = open_store(
             spec.run_url, spec.storage_options, commit=spec.commit, retry_seconds=spec.retry_seconds
@@ -169,7 +169,15 @@ class Replica:
         swept = sweep(spec.spool.path)
         if swept:
             log.info("removed %d arenas of dead replicas from %s", len(swept), spec.spool.path)
-        self.arena = Arena(spec.spool.path, self._arena_bytes())
+        arena_bytes = self._arena_bytes()
+        largest = spec.largest_prompt_tokens * spec.prompt_bytes_per_token
+        if largest > arena_bytes:
+            raise ConfigError(
+                f"spool.bytes: the largest prompt needs {largest:,} bytes of hidden states, the arena on "
+                f"{socket.gethostname()} has {arena_bytes:,}. Raise spool.bytes and the size of the file system at "
+                f"{spec.spool.path}, or lower prompts.max_tokens"
+            )
+        self.arena = Arena(spec.spool.path, arena_bytes)
         self.admission = Admission(self.arena.nbytes, spec.spool.high_watermark, spec.spool.low_watermark)
         try:
             address = f"hsray-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -243,6 +251,7 @@ class Replica:
         prompts = read_lease_prompts(self.store, plan, lease.rows)
         run = _LeaseRun(lease, attempt, deque(prompts))
         with self._lock:
+            self._last_progress = time.monotonic()
             if attempt in self._cancelled:
                 run.cancelled, run.keep = True, self._cancelled[attempt]
             self._runs.append(run)
@@ -319,7 +328,7 @@ class Replica:
             run.pending.popleft()
             run.fail(
                 prompt,
-                "prompt_permanent",
+                "prompt_transient",
                 f"{prompt.num_tokens} tokens; this engine takes at most {self.engine.max_prompt_tokens} "
                 "(raise engine.args.max_total_tokens or context_length, or lower prompts.max_tokens)",
             )
@@ -328,7 +337,7 @@ class Replica:
             slot = self.admission.admit(prompt.num_tokens * self.spec.prompt_bytes_per_token)
         except SpoolFull as err:
             run.pending.popleft()
-            run.fail(prompt, "prompt_permanent", str(err))
+            run.fail(prompt, "prompt_transient", str(err))
             return True
         if slot is None:
             return False
@@ -340,9 +349,8 @@ class Replica:
     def _send(self, flight: _Flight, layout: str = "x", max_new_tokens: int = 0) -> str:
         """Holds the lock."""
         self._serial += 1
+        self._last_progress = time.monotonic()
         rid = str(RequestId(self._serial, flight.slot.offset, flight.prompt.num_tokens, layout))
-        if not self._flights:
-            self._last_completion = time.monotonic()
         self._flights[rid] = flight
         future = asyncio.run_coroutine_threadsafe(
             self.engine.prefill(rid, flight.prompt.input_ids.tolist(), max_new_tokens), self._loop
@@ -363,6 +371,8 @@ class Replica:
         return rows
 
     def _write(self, run: _LeaseRun, rows: list[tuple[Prompt, Slot]]) -> None:
+        with self._lock:
+            self._writing += 1
         key = f"{DATA_PREFIX}{run.lease.lease_id}-{run.attempt}-{len(run.shards)}.parquet"
         try:
             record = write_shard(
@@ -379,6 +389,8 @@ class Replica:
             with self._lock:
                 for _, slot in rows:
                     self.admission.release(slot)
+                self._writing -= 1
+                self._last_progress = time.monotonic()
                 self._lock.notify_all()
         with self._lock:
             self._stored_bytes += record.nbytes
@@ -393,13 +405,12 @@ class Replica:
     # ----------------------------------------------------------- what happens
 
     def _check_alive(self) -> None:
-        if self._fatal is None and self._flights:
-            waited = time.monotonic() - self._last_completion
-            if waited > self.spec.request_timeout_seconds:
-                self._fatal = (
-                    f"no prompt has finished for {waited:.0f} s with {len(self._flights)} in the engine "
-                    "(engine.request_timeout_seconds)"
-                )
+        waited = time.monotonic() - self._last_progress
+        if self._fatal is None and not self._writing and waited > self.spec.request_timeout_seconds:
+            self._fatal = (
+                f"nothing has moved for {waited:.0f} s: {len(self._flights)} prompts in the engine, "
+                f"{self.admission.used_bytes:,} bytes in the arena (engine.request_timeout_seconds)"
+            )
         if self._fatal is not None:
             raise EngineError(f"{self._fatal}; log: {self.log_path}")
 
@@ -442,13 +453,13 @@ class Replica:
         if response is None or (captured is None and response.error is None):
             return
         if run is None:
-            return  # the self-test and fences look at their flights themselves
+            return  # the self-test looks at its flights itself
         del self._flights[rid]
-        self._last_completion = time.monotonic()
+        self._last_progress = time.monotonic()
         run.in_flight -= 1
         if response.error is not None:
             run.fail(flight.prompt, "prompt_transient", f"SGLang refused the prompt: {response.error}")
-            self._release_after_fence(flight.slot)
+            self._leak(flight.slot)
             return
         assert captured is not None
         problem = self._mismatch(flight.prompt, response, captured)
@@ -456,8 +467,9 @@ class Replica:
             run.fail(flight.prompt, "prompt_transient", problem)
         elif captured.bad is not None:
             site, position = captured.bad
-            run.fail(flight.prompt, "prompt_permanent", f"NaN or infinity in {site} at position {position} (0-based)")
-        elif run in self._runs:  # not a fence, and its lease has not failed meanwhile
+            # Worth another try: it may be this GPU's memory rather than the prompt.
+            run.fail(flight.prompt, "prompt_transient", f"NaN or infinity in {site} at position {position} (0-based)")
+        elif run in self._runs:  # its lease has not failed meanwhile
             self._prompts += 1
             self._tokens += flight.prompt.num_tokens
             run.ready.append((flight.prompt, flight.slot))
@@ -478,33 +490,15 @@ class Replica:
                 return f"{site} is all zeros"
         return None
 
-    def _release_after_fence(self, slot: Slot) -> None:
-        """Free the slot of an aborted request once the engine can no longer write to it. Holds the lock.
+    def _leak(self, slot: Slot) -> None:
+        """Give up the slot of a request that the engine refused. Holds the lock.
 
-        SGLang runs steps in order, and copies follow steps: when a request sent now has been captured, every
-        write of earlier ones has landed.
+        SGLang prefills a stub under the refused request's id, and nothing tells when its write has landed, so
+        the slot is not used again. Refusals are rare; when they are not, a fresh replica is the better answer.
         """
-        fence_slot = self.admission.allocator.allocate(self.spec.prompt_bytes_per_token)
-        if fence_slot is None:
-            # No page to spare; the slot is lost to this incarnation, which is safe.
-            return
-        prompt = Prompt(-1, "fence", np.zeros(1, np.int32), np.zeros(1, np.uint8), "", 0)
-        run = _LeaseRun(Lease("fence", (), ()), "", deque())
-        flight = _Flight(prompt, fence_slot, run)
-        run.in_flight = 1
-        run.cancelled = True
-        rid = self._send(flight)
-        self._quarantine[rid] = [slot]
-        threading.Thread(target=self._await_fence, args=(rid,), name="hsray-fence", daemon=True).start()
-
-    def _await_fence(self, rid: str) -> None:
-        with self._lock:
-            while rid in self._flights and self._fatal is None and not self._closing:
-                self._lock.wait(_WAIT_SECONDS)
-            if self._fatal is None and not self._closing:
-                for slot in self._quarantine.pop(rid):
-                    self.admission.release(slot)
-                self._lock.notify_all()
+        self.admission.leak(slot)
+        if self.admission.leaked_bytes > self.admission.capacity // 8:
+            self._fatal = self._fatal or "an eighth of the arena is lost to requests that the engine refused"
 
     # --------------------------------------------------------------- starting
 
@@ -531,19 +525,20 @@ class Replica:
                         f"{self.spec.start_timeout_seconds:.0f} s; log: {self.log_path}"
                     )
                 self._lock.wait(_WAIT_SECONDS)
-            hello = self._hellos[0]
+            hellos = list(self._hellos)
         problems = []
-        if hello.hidden_size != self.spec.facts.hidden_size:
-            problems.append(f"hidden size {hello.hidden_size}, config.json says {self.spec.facts.hidden_size}")
-        if hello.num_layers != self.spec.facts.num_layers:
-            problems.append(f"{hello.num_layers} layers, config.json says {self.spec.facts.num_layers}")
-        if hello.engine_dtype not in (self.spec.dtype, "float32"):
-            problems.append(
-                f"hidden states are {hello.engine_dtype}, capture.dtype is {self.spec.dtype}: "
-                f"set capture.dtype: {hello.engine_dtype}, or engine.args.dtype"
-            )
+        for hello in hellos:
+            if hello.hidden_size != self.spec.facts.hidden_size:
+                problems.append(f"hidden size {hello.hidden_size}, config.json says {self.spec.facts.hidden_size}")
+            if hello.num_layers != self.spec.facts.num_layers:
+                problems.append(f"{hello.num_layers} layers, config.json says {self.spec.facts.num_layers}")
+            if hello.engine_dtype not in (self.spec.dtype, "float32"):
+                problems.append(
+                    f"hidden states are {hello.engine_dtype}, capture.dtype is {self.spec.dtype}: "
+                    f"set capture.dtype: {hello.engine_dtype}, or engine.args.dtype"
+                )
         if problems:
-            raise EngineStartError("the engine does not fit the configuration: " + "; ".join(problems))
+            raise ConfigError("the engine does not fit the configuration: " + "; ".join(problems))
 
     def _self_test(self) -> Any:
         sites = self._hellos[0].test_sites
@@ -554,7 +549,8 @@ class Replica:
         )
         flights: list[tuple[str, _Flight]] = []
         with self._lock:
-            for ids in prompts:
+            # SGLang deals requests to data-parallel ranks in turn: as many sets as ranks.
+            for ids in prompts * self.engine.num_leaders:
                 slot = self.admission.allocator.allocate(len(ids) * per_token)
                 if slot is None:
                     raise SelfTestError("spool.bytes is too small even for the self-test's prompts")

@@ -12,6 +12,7 @@ import fcntl
 import glob
 import mmap
 import os
+import re
 import shutil
 import time
 import uuid
@@ -24,6 +25,10 @@ from hsray.errors import ConfigError, SpoolFull
 ARENA_NAME = "arena"
 _LOCK_NAME = "lock"
 _LEFTOVERS_NAME = "leftovers"
+# Written into the lock file: a folder is an arena by its name and by this, so that a spool.path shared with
+# strangers (/dev/shm itself) costs them nothing.
+_MARK = b"hsray arena\n"
+_NAME = re.compile(r"(\.new-)?[0-9a-f]{16}")
 _NEW_PREFIX = ".new-"
 _ABANDONED_NEW_SECONDS = 3600.0
 # Slots start on a page: a D2H copy never shares a page with another prompt's.
@@ -91,10 +96,12 @@ class Admission:
         self.high_bytes = int(capacity * high_watermark)
         self.low_bytes = int(capacity * low_watermark)
         self.is_open = True
+        self.leaked_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        return self.allocator.used_bytes
+        """Bytes of slots that will come back."""
+        return self.allocator.used_bytes - self.leaked_bytes
 
     @property
     def capacity(self) -> int:
@@ -111,7 +118,7 @@ class Admission:
                 f"the prompt needs {nbytes:,} bytes of hidden states, the arena has {self.capacity:,}: "
                 "raise spool.bytes (and the size of the file system at spool.path)"
             )
-        used = self.allocator.used_bytes
+        used = self.used_bytes
         if not self.is_open and used <= self.low_bytes:
             self.is_open = True
         if used and (not self.is_open or used + nbytes > self.high_bytes):
@@ -122,6 +129,10 @@ class Admission:
     def release(self, slot: Slot) -> None:
         self.allocator.free(slot)
 
+    def leak(self, slot: Slot) -> None:
+        """Never use the slot again: the engine may still write to it."""
+        self.leaked_bytes += slot.reserved
+
 
 class Arena:
     """The owner's end: makes the file, maps it, removes it. One per replica incarnation."""
@@ -130,7 +141,8 @@ class Arena:
         """Create `<root>/<uuid>/arena` of `nbytes` bytes, all of them really allocated.
 
         Raises:
-            ConfigError: `root` is not writable, or the file system has no room.
+            ConfigError: `root` is not writable.
+            SpoolFull: the file system has no room (now: a dead predecessor's arena may be about to go).
         """
         root = Path(root)
         self.nbytes = nbytes
@@ -142,6 +154,7 @@ class Arena:
             # namespace: a folder whose lock can be taken has no owner.
             self._lock = os.open(staging / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.write(self._lock, _MARK)
             staging.rename(self.directory)
         except OSError as err:
             shutil.rmtree(staging, ignore_errors=True)
@@ -155,7 +168,7 @@ class Arena:
             self.remove()
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 free = shutil.disk_usage(root).free
-                raise ConfigError(
+                raise SpoolFull(
                     f"spool.bytes: {nbytes:,} bytes do not fit into {root}, which has {free:,} free: "
                     "lower spool.bytes, point spool.path at a larger tmpfs, or enlarge it "
                     "(docker: --shm-size, Kubernetes: an emptyDir with medium Memory)"
@@ -189,6 +202,8 @@ def sweep(root: str | Path) -> list[Path]:
     """
     removed = []
     for directory in Path(root).glob("*"):
+        if not _NAME.fullmatch(directory.name):
+            continue
         is_new = directory.name.startswith(_NEW_PREFIX)
         try:
             if is_new and time.time() - directory.stat().st_mtime < _ABANDONED_NEW_SECONDS:
@@ -198,6 +213,8 @@ def sweep(root: str | Path) -> list[Path]:
             continue  # not an arena, another user's, or removed by its owner just now
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.pread(lock, len(_MARK), 0) != _MARK:
+                continue
         except OSError:
             continue
         else:

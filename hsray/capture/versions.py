@@ -11,17 +11,7 @@ from typing import Any
 
 import torch
 
-# What this project's own tests have run on, end to end (tests/integration/test_sglang.py).
-TESTED_VERSIONS = ("0.5.21",)
-TESTED_MODELS = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Glm4MoeForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "KimiK25ForConditionalGeneration",
-)
+from hsray.capture.tested import untested
 
 
 class UnsupportedModel(RuntimeError):
@@ -30,17 +20,10 @@ class UnsupportedModel(RuntimeError):
 
 def check_tested(sglang_version: str, model_class: str, allow_untested: bool) -> bool:
     """Whether version and class were tested. Raises UnsupportedModel if not, unless allowed."""
-    problems = []
-    if sglang_version not in TESTED_VERSIONS:
-        problems.append(f"SGLang {sglang_version} (tested: {', '.join(TESTED_VERSIONS)})")
-    if model_class not in TESTED_MODELS:
-        problems.append(f"model class {model_class} (tested: {', '.join(TESTED_MODELS)})")
-    if problems and not allow_untested:
-        raise UnsupportedModel(
-            f"capture was not tested on {' and '.join(problems)}. "
-            "Set engine.allow_untested: true to let the self-test decide"
-        )
-    return not problems
+    problem = untested(sglang_version, model_class)
+    if problem is not None and not allow_untested:
+        raise UnsupportedModel(problem)
+    return problem is None
 
 
 def find_capture_owner(model: torch.nn.Module) -> Any:

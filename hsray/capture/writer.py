@@ -76,6 +76,7 @@ class StateWriter:
         finally:
             os.close(file)
         self._arena = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._register()
@@ -158,6 +159,7 @@ class StateWriter:
         return self._arena[request.offset : request.offset + nbytes].view(self.dtype).view(shape)
 
     def _finish_steps(self) -> None:
+        torch.cuda.set_device(self._device)  # a new thread starts on GPU 0
         while True:
             step = self._steps.get()
             try:

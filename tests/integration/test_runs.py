@@ -63,7 +63,7 @@ def test_bad_prompts_die_alone_and_say_why(new_run: Any) -> None:
     assert set(dead) == {4, 11}
     assert committed == set(range(30)) - {4, 11}
     assert dead[4].message == "NaN or infinity in resid_pre_2 at position 1 (0-based)"
-    assert dead[4].attempts == 1
+    assert dead[4].attempts == 3
     assert "refused by FakeEngine" in dead[11].message
     assert dead[11].attempts == 3
     assert run.check_states() == 28
@@ -120,18 +120,6 @@ def test_another_engine_is_refused_unless_allowed(new_run: Any) -> None:
     assert run.check_states() == 40
 
 
-def test_a_prompt_too_large_for_the_arena_is_dead_with_the_key_to_raise(new_run: Any) -> None:
-    rows = random_rows(9)
-    rows[3]["input_ids"] = [100 + i % 500 for i in range(3000)]
-    run = new_run(rows, overrides=["spool.bytes=131072", "budgets.max_dead_fraction=0.5"])
-
-    assert run.finish() == ExitCode.COMPLETE, run.log()
-
-    _, dead, _ = run.outcomes()
-    assert set(dead) == {3}
-    assert "spool.bytes" in dead[3].message
-
-
 def test_leases_larger_than_the_arena_are_written_in_several_shards(new_run: Any) -> None:
     run = new_run(random_rows(40, longest=200), overrides=["spool.bytes=40960", "output.max_lease_prompts=40"])
 
@@ -153,7 +141,9 @@ def test_leases_larger_than_the_arena_are_written_in_several_shards(new_run: Any
         ("output.url=/proc/hsray", ExitCode.STORE, "/proc/hsray"),
         ("prompts.max_tokens=9999", ExitCode.CONFIG, "prompts.max_tokens"),
         ("prompts.min_tokens=4000", ExitCode.CONFIG, "too_short 6"),
-        ("spool.path=/proc/spool", ExitCode.FAILED, "spool.path"),
+        ("spool.path=/proc/spool", ExitCode.CONFIG, "spool.path"),
+        ("spool.bytes=4096", ExitCode.CONFIG, "spool.bytes: the largest prompt needs"),
+        ("engine.args.no_such_argument=1", ExitCode.FAILED, "no_such_argument"),
     ],
 )
 def test_what_cannot_work_ends_early_with_the_key_to_change(

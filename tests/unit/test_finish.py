@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import ml_dtypes
@@ -48,13 +47,13 @@ def test_the_summary_adds_up_and_the_card_is_valid(tmp_path: Path) -> None:
     plan = load_plan(run.store, record["plan"])
 
     summary = summarize(record, account(plan.leases, resolutions), resolutions)
-    card = dataset_card(record, summary, run.store.url)
+    card = dataset_card(record, summary, run.store.url, ["data/a.parquet", "data/b.parquet"])
 
     assert summary.committed + summary.rejected + summary.dead + summary.left == summary.rows
     assert summary.left == 0
     front = yaml.safe_load(card.split("---")[1])
     assert {f["name"] for f in front["dataset_info"]["features"]} > {"prompt_id", "input_ids", "resid_pre_2"}
-    assert json.dumps(front)
+    assert front["configs"][0]["data_files"][0]["path"] == ["data/a.parquet", "data/b.parquet"]
 
 
 def test_a_run_with_prompts_left_is_not_called_finished(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_an_arena_is_mapped_and_removed(tmp_path: Path) -> None:
 
 
 def test_an_arena_that_does_not_fit_says_so_and_leaves_nothing(small_tmpfs: Path) -> None:
-    with pytest.raises(ConfigError, match=r"spool\.bytes.*free"):
+    with pytest.raises(SpoolFull, match=r"spool\.bytes.*free"):
         Arena(small_tmpfs, 1 << 30)
 
     assert list(small_tmpfs.iterdir()) == []
