@@ -15,9 +15,17 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _DATE_FORMAT = "%Y-%m-%dT%H:%M:%S"
 
 
+class _StandardError(logging.Handler):
+    """Writes to whatever `sys.stderr` is at the moment: a live bar replaces it, to keep lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+        sys.stderr.flush()
+
+
 def configure_logging(level: str) -> None:
     """For command-line processes: hsray's records on standard error."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StandardError()
     handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
     logger = logging.getLogger("hsray")
     logger.handlers[:] = [handler]
