@@ -184,8 +184,8 @@ class BudgetConfig(Section):
     lease_starts: int = Field(default=10, ge=1)
     """Starts of one lease, over all drivers, before it is bisected."""
     replica_deaths: int = Field(default=4, ge=1)
-    """Deaths in a row without a commit before a replica's place is given up. Keep it above lease_crashes,
-    or one bad prompt takes a node with it."""
+    """Replica deaths at one place, each under another lease, with no commit in between, before the place is
+    given up. Above lease_crashes, or one bad prompt would take a node with it."""
     max_dead_fraction: float = Field(default=0.004, ge=0, le=1)
     """More dead prompts than this fraction stop the run (after at least 200 finished prompts)."""
     max_rejected_fraction: float = Field(default=1.0, ge=0, le=1)
