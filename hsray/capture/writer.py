@@ -76,13 +76,14 @@ class StateWriter:
         finally:
             os.close(file)
         self._arena = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._register()
             self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
             self._steps: queue.Queue[Step] = queue.Queue(maxsize=MAX_OUTSTANDING_STEPS)
-            threading.Thread(target=self._finish_steps, name="hsray-capture", daemon=True).start()
+            # SGLang names its device "cuda"; which one that is, the thread that loaded the model knows.
+            index = torch.cuda.current_device()
+            threading.Thread(target=self._finish_steps, args=(index,), name="hsray-capture", daemon=True).start()
 
     def _register(self) -> None:
         # Page-locks the mapping: copies into it are true DMA, and asynchronous.
@@ -158,19 +159,19 @@ class StateWriter:
         nbytes = num_sites * request.num_tokens * self.hidden_size * self.dtype.itemsize
         return self._arena[request.offset : request.offset + nbytes].view(self.dtype).view(shape)
 
-    def _finish_steps(self) -> None:
-        torch.cuda.set_device(self._device)  # a new thread starts on GPU 0
-        while True:
-            step = self._steps.get()
-            try:
+    def _finish_steps(self, device_index: int) -> None:
+        """The waiting thread. Whatever ends it is said on the channel: a replica that hears nothing waits long."""
+        try:
+            torch.cuda.set_device(device_index)  # a new thread starts on GPU 0
+            while True:
+                step = self._steps.get()
                 assert step.event is not None
                 step.event.synchronize()
                 self._finish(step)
-            except OSError:
-                return  # the replica is gone; so is this process, in a moment
-            except Exception as err:  # noqa: BLE001 - a thread's last word; the replica ends the engine on it
-                self.channel.send(CaptureFailed(f"{type(err).__name__}: {err}"))
-                return
+        except OSError:
+            return  # the replica is gone; so is this process, in a moment
+        except Exception as err:  # noqa: BLE001 - a thread's last word; the replica ends the engine on it
+            self.channel.send(CaptureFailed(f"{type(err).__name__}: {err}"))
 
     def _finish(self, step: Step) -> None:
         """Account for copies that have landed, and report prompts that are whole."""
