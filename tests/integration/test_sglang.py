@@ -72,7 +72,7 @@ def prepare(run: Run, kind: str, *, prompts: int, dtype: str = "float32", **sett
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k25"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k25"])
 def test_states_equal_transformers_in_float32(new_run: Run, kind: str) -> None:
     prepare(new_run, kind, prompts=24)
 
