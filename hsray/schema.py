@@ -8,7 +8,7 @@ prose form of this file.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 
@@ -170,12 +170,3 @@ def rejects_schema() -> pa.Schema:
             pa.field("snippet", pa.string(), nullable=False),
         ]
     )
-
-
-def decode_site_metadata(metadata: Mapping[bytes, bytes] | Mapping[str, str]) -> list[dict[str, Any]]:
-    """The `hsray.sites` list of a shard's key-value metadata."""
-    for key, value in metadata.items():
-        if key in ("hsray.sites", b"hsray.sites"):
-            decoded: list[dict[str, Any]] = json.loads(value)
-            return decoded
-    raise KeyError("hsray.sites: not an hsray shard")

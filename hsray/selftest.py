@@ -36,7 +36,7 @@ class TestPrompt:
 
 @dataclass(slots=True)
 class SelfTestReport:
-    """What was checked, and what could not be (with the reason). Stored in `hsray.json`'s neighbour logs."""
+    """What was checked, and what could not be, with the reason. The driver logs the second."""
 
     passed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
