@@ -16,19 +16,24 @@ from typing import Any
 
 PROTOCOL = 1
 
+# What a request is captured for, and with that which sites lie in its slot.
+RUN_LAYOUT = "x"  # a prompt of the run: the run's sites
+TEST_LAYOUT = "t"  # the self-test: those and both final sites
+LAYER_LAYOUT = "l"  # the self-test of single layers: their inputs and outputs
+
 
 @dataclass(frozen=True, slots=True)
 class RequestId:
     """A request id that carries everything the capture side must know about a prompt's slot.
 
     SGLang aborts by prefix (`rid.startswith`), so ids are closed by a terminator and none is a prefix of
-    another. `layout` is `x` for the run's sites, `t` for the self-test's.
+    another. `num_tokens` is the number of positions to be captured.
     """
 
     serial: int
     offset: int
     num_tokens: int
-    layout: str = "x"
+    layout: str = RUN_LAYOUT
 
     def __str__(self) -> str:
         return f"hsray-{self.layout}-{self.serial:x}-{self.offset:x}-{self.num_tokens:x}."
@@ -72,7 +77,8 @@ class Captured:
         prompt_crc32: CRC-32 of the prompt's ids as the scheduler process holds them, little-endian int32.
         rewritten: rows written more than once (SGLang retracted the request and prefilled it again).
         mean_norm: mean L2 norm over rows, per site.
-        bad: `[site name, position]` of the first row with a NaN or infinity, or None.
+        bad: `[site name, position, what]` of the first row that cannot be a hidden state (`NaN or infinity`,
+            `zeros`), or None.
     """
 
     rid: str
@@ -80,7 +86,27 @@ class Captured:
     prompt_crc32: int
     rewritten: int
     mean_norm: tuple[float, ...]
-    bad: tuple[str, int] | None
+    bad: tuple[str, int, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureStats:
+    """What one leader rank has done since it started; sent about once a second while it works.
+
+    Attributes:
+        steps, rows, nbytes: forward passes with our rows, those rows, and bytes of states that left the GPU.
+        copy_seconds: time the copy stream took for them (0 on a CPU); bytes over it is the copy's bandwidth.
+        enqueue_seconds: time the scheduler's thread spent handing over.
+        waited_seconds: part of it in which the thread stood still because copies were far behind.
+    """
+
+    dp_rank: int
+    steps: int
+    rows: int
+    nbytes: int
+    copy_seconds: float
+    enqueue_seconds: float
+    waited_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +116,11 @@ class CaptureFailed:
     message: str
 
 
-Message = Hello | Captured | CaptureFailed
-_KINDS: dict[str, type[Hello] | type[Captured] | type[CaptureFailed]] = {
+Message = Hello | Captured | CaptureStats | CaptureFailed
+_KINDS: dict[str, type[Message]] = {
     "hello": Hello,
     "captured": Captured,
+    "stats": CaptureStats,
     "failed": CaptureFailed,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -6,6 +6,7 @@ over the memory-mapped safetensors files, so looking at one row of a 2 GB lm_hea
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,16 @@ def _header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(stream.read(8), "little")
         header: dict[str, Any] = json.loads(stream.read(length))
     return header
+
+
+def tensor_names(path: str | Path) -> dict[str, tuple[str, int]]:
+    """Every tensor in the directory's safetensors files: its dtype as safetensors spells it, and its elements."""
+    tensors = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            if name != "__metadata__":
+                tensors[name] = (str(entry["dtype"]), math.prod(entry["shape"]))
+    return tensors
 
 
 def find_tensor(path: str | Path, pattern: str) -> "np.ndarray[Any, Any] | None":

@@ -141,6 +141,9 @@ class SGLangEngine:
     """One `sglang.Engine` with capture. Make it on a thread that lives as long as the process: SGLang's
     children die with the thread that started them."""
 
+    scheduler_function = "hsray.capture.launch:run_scheduler_process"
+    """What runs in each scheduler process; spawn finds it by name."""
+
     def __init__(self, spec: EngineSpec, capture: CaptureSettings) -> None:
         """Start the engine; blocks until the model is loaded.
 
@@ -156,8 +159,6 @@ class SGLangEngine:
             cpu_environment(os.environ)
         engine_module = importlib.import_module("sglang.srt.entrypoints.engine")
         server_args = importlib.import_module("sglang.srt.server_args")
-        from hsray.capture.launch import run_scheduler_process
-
         known = list(_fields(server_args.ServerArgs))
         arguments = engine_arguments(spec, known)
         unknown = sorted(set(arguments) - set(known) - {"tp", "pp", "dp", "ep"})
@@ -166,7 +167,7 @@ class SGLangEngine:
         capture_engine = type(
             "CaptureEngine",
             (engine_module.Engine,),
-            {"run_scheduler_process_func": staticmethod(run_scheduler_process)},
+            {"run_scheduler_process_func": staticmethod(load_named(self.scheduler_function))},
         )
         try:
             self._engine = capture_engine(**arguments)
@@ -222,7 +223,7 @@ def _fields(struct: Any) -> Sequence[str]:
     return list(names)
 
 
-def load_engine_class(path: str) -> Any:
-    """The engine class named `module:Class`."""
+def load_named(path: str) -> Any:
+    """What `module:name` names, for example an engine class."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

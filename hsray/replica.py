@@ -16,7 +16,7 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,18 +25,29 @@ import ml_dtypes
 import numpy as np
 
 from hsray.capture.settings import CaptureSettings
-from hsray.channel import Captured, CaptureFailed, ChannelServer, Hello, Message, RequestId
+from hsray.channel import (
+    LAYER_LAYOUT,
+    RUN_LAYOUT,
+    TEST_LAYOUT,
+    Captured,
+    CaptureFailed,
+    CaptureStats,
+    ChannelServer,
+    Hello,
+    Message,
+    RequestId,
+)
 from hsray.checkpoint import ModelFacts
 from hsray.config import SpoolConfig
-from hsray.engine import EngineSpec, PrefillEngine, PrefillResponse, load_engine_class
+from hsray.engine import EngineSpec, PrefillEngine, PrefillResponse, load_named
 from hsray.errors import ConfigError, EngineError, EngineStartError, SelfTestError, SpoolFull
 from hsray.log import configure_file_logging
+from hsray.oracle import plan_oracle
 from hsray.plan import PlanRef, read_lease_prompts
 from hsray.records import FailureClass, Lease, LeaseOutcome, Prompt, PromptFailure, ShardRecord
 from hsray.schema import DATA_PREFIX, bytes_per_token
-from hsray.selftest import SelfTest, TestPrompt, make_test_prompts
+from hsray.selftest import SelfTest, SelfTestReport, TestPrompt, make_test_prompts
 from hsray.shard import ShardRow, write_shard
-from hsray.sites import FINAL_PRENORM
 from hsray.spool import Admission, Arena, Slot, auto_arena_bytes, shared_memory_files, sweep
 from hsray.store import open_store
 
@@ -94,7 +105,11 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaProgress:
-    """Counters since the replica started, and what it holds now."""
+    """Counters since the replica started, and what it holds now.
+
+    `write_seconds` and `write_cpu_seconds` are of the lease threads while they write shards; `capture` holds the
+    latest word of each data-parallel rank's capture.
+    """
 
     prompts: int
     tokens: int
@@ -103,6 +118,9 @@ class ReplicaProgress:
     spool_bytes: int
     spool_capacity: int
     rewritten_rows: int
+    write_seconds: float
+    write_cpu_seconds: float
+    capture: tuple[CaptureStats, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -154,12 +172,14 @@ class Replica:
         self.log_path = configure_file_logging(Path(spec.log_dir), replica)
         self._lock = threading.Condition()
         self._hellos: list[Hello] = []
+        self._capture_stats: dict[int, CaptureStats] = {}
         self._flights: dict[str, _Flight] = {}
         self._runs: list[_LeaseRun] = []
         self._serial = 0
         self._fatal: str | None = None
         self._closing = False
         self._prompts = self._tokens = self._stored_bytes = self._rewritten = 0
+        self._write_seconds = self._write_cpu_seconds = 0.0
         self._last_progress = time.monotonic()  # of any lease: a prompt sent, finished or stored
         self._writing = 0
         self._cancelled: dict[str, bool] = {}  # attempt -> keep; a handful in the life of a replica
@@ -177,6 +197,7 @@ class Replica:
                 f"{socket.gethostname()} has {arena_bytes:,}. Raise spool.bytes and the size of the file system at "
                 f"{spec.spool.path}, or lower prompts.max_tokens"
             )
+        self._oracle = plan_oracle(spec.engine.model_path, spec.facts, spec.sites)
         self.arena = Arena(spec.spool.path, arena_bytes)
         self.admission = Admission(self.arena.nbytes, spec.spool.high_watermark, spec.spool.low_watermark)
         try:
@@ -187,10 +208,11 @@ class Replica:
                 arena_path=str(self.arena.path),
                 arena_bytes=self.arena.nbytes,
                 sites=spec.sites,
+                layer_sites=self._oracle.sites(spec.facts.num_layers),
                 stored_dtype=spec.dtype,
                 allow_untested=spec.allow_untested,
             )
-            engine_class = load_engine_class(spec.engine_class)
+            engine_class = load_named(spec.engine_class)
             before = shared_memory_files(os.getpid())
             semaphores = _name_semaphores(self.arena.directory.name)
             self.arena.adopt([semaphores])
@@ -238,6 +260,9 @@ class Replica:
                 spool_bytes=self.admission.used_bytes,
                 spool_capacity=self.admission.capacity,
                 rewritten_rows=self._rewritten,
+                write_seconds=self._write_seconds,
+                write_cpu_seconds=self._write_cpu_seconds,
+                capture=tuple(self._capture_stats.values()),
             )
 
     def run_lease(self, lease: Lease, attempt: str, plan: PlanRef) -> LeaseOutcome:
@@ -346,7 +371,7 @@ class Replica:
         self._send(_Flight(prompt, slot, run))
         return True
 
-    def _send(self, flight: _Flight, layout: str = "x", max_new_tokens: int = 0) -> str:
+    def _send(self, flight: _Flight, layout: str = RUN_LAYOUT, max_new_tokens: int = 0) -> str:
         """Holds the lock."""
         self._serial += 1
         self._last_progress = time.monotonic()
@@ -371,6 +396,7 @@ class Replica:
         return rows
 
     def _write(self, run: _LeaseRun, rows: list[tuple[Prompt, Slot]]) -> None:
+        started, cpu_started = time.monotonic(), time.thread_time()
         with self._lock:
             self._writing += 1
         key = f"{DATA_PREFIX}{run.lease.lease_id}-{run.attempt}-{len(run.shards)}.parquet"
@@ -390,6 +416,8 @@ class Replica:
                 for _, slot in rows:
                     self.admission.release(slot)
                 self._writing -= 1
+                self._write_seconds += time.monotonic() - started
+                self._write_cpu_seconds += time.thread_time() - cpu_started
                 self._last_progress = time.monotonic()
                 self._lock.notify_all()
         with self._lock:
@@ -420,6 +448,8 @@ class Replica:
                 self._hellos.append(message)
             elif isinstance(message, CaptureFailed):
                 self._fatal = self._fatal or f"the capture failed: {message.message}"
+            elif isinstance(message, CaptureStats):
+                self._capture_stats[message.dp_rank] = message
             else:
                 self._rewritten += message.rewritten
                 flight = self._flights.get(message.rid)
@@ -466,9 +496,9 @@ class Replica:
         if problem is not None:
             run.fail(flight.prompt, "prompt_transient", problem)
         elif captured.bad is not None:
-            site, position = captured.bad
+            site, position, what = captured.bad
             # Worth another try: it may be this GPU's memory rather than the prompt.
-            run.fail(flight.prompt, "prompt_transient", f"NaN or infinity in {site} at position {position} (0-based)")
+            run.fail(flight.prompt, "prompt_transient", f"{what} in {site} at position {position} (0-based)")
         elif run in self._runs:  # its lease has not failed meanwhile
             self._prompts += 1
             self._tokens += flight.prompt.num_tokens
@@ -485,9 +515,6 @@ class Replica:
             )
         if captured.prompt_crc32 != zlib.crc32(prompt.input_ids.astype("<i4", copy=False).tobytes()):
             return "the engine's prompt ids are not the ones that were sent"
-        for site, norm in zip(self.spec.sites, captured.mean_norm, strict=True):
-            if norm == 0.0:
-                return f"{site} is all zeros"
         return None
 
     def _leak(self, slot: Slot) -> None:
@@ -540,61 +567,63 @@ class Replica:
         if problems:
             raise ConfigError("the engine does not fit the configuration: " + "; ".join(problems))
 
-    def _self_test(self) -> Any:
-        sites = self._hellos[0].test_sites
+    def _self_test(self) -> SelfTestReport:
+        facts = self.spec.facts
+        test_sites, layer_sites = self._hellos[0].test_sites, self._oracle.sites(facts.num_layers)
+        widest = max(len(test_sites), len(layer_sites))
+        arena_tokens = self.arena.nbytes // bytes_per_token(widest, facts.hidden_size, self.spec.dtype)
+        prompts = make_test_prompts(facts.vocab_size, max(1, min(self.engine.max_prompt_tokens - 2, arena_tokens // 8)))
+        # SGLang deals requests to data-parallel ranks in turn: as many sets as ranks.
+        prompts = prompts * self.engine.num_leaders
+        test = SelfTest(self.spec.engine.model_path, facts, self.spec.sites, self.spec.dtype)
+        tested = self._probe(prompts, TEST_LAYOUT, test_sites, max_new_tokens=1)
+        report = test.check(tested)
+        if layer_sites:
+            test.check_layers(self._oracle, tested, self._probe(prompts, LAYER_LAYOUT, layer_sites), report)
+        return report
+
+    def _probe(
+        self, prompts: Sequence[Sequence[int]], layout: str, sites: Sequence[str], max_new_tokens: int = 0
+    ) -> list[TestPrompt]:
+        """States of some prompts at the sites of a layout, all prompts in the engine at once."""
         per_token = bytes_per_token(len(sites), self.spec.facts.hidden_size, self.spec.dtype)
-        itemsize_limit = self.arena.nbytes // max(1, per_token) // 8
-        prompts = make_test_prompts(
-            self.spec.facts.vocab_size, max(1, min(self.engine.max_prompt_tokens - 2, itemsize_limit))
-        )
-        flights: list[tuple[str, _Flight]] = []
+        flights: dict[str, _Flight] = {}
         with self._lock:
-            # SGLang deals requests to data-parallel ranks in turn: as many sets as ranks.
-            for ids in prompts * self.engine.num_leaders:
+            for ids in prompts:
                 slot = self.admission.allocator.allocate(len(ids) * per_token)
                 if slot is None:
                     raise SelfTestError("spool.bytes is too small even for the self-test's prompts")
                 array = np.asarray(ids, np.int32)
                 prompt = Prompt(-1, "self-test", array, np.zeros(len(ids), np.uint8), "", 0)
                 flight = _Flight(prompt, slot, None)
-                flights.append((self._send(flight, layout="t", max_new_tokens=1), flight))
+                flights[self._send(flight, layout, max_new_tokens)] = flight
             deadline = time.monotonic() + self.spec.start_timeout_seconds
-            while any(f.response is None or (f.captured is None and f.response.error is None) for _, f in flights):
+            while any(f.response is None or (f.captured is None and not f.response.error) for f in flights.values()):
                 if self._fatal is not None:
                     raise SelfTestError(f"{self._fatal}; log: {self.log_path}")
                 if time.monotonic() > deadline:
                     raise SelfTestError(f"the self-test's prompts did not come back; log: {self.log_path}")
                 self._lock.wait(_WAIT_SECONDS)
-            for rid, _ in flights:
+            for rid in flights:
                 del self._flights[rid]
         tested = []
         dtype = {"bfloat16": ml_dtypes.bfloat16}.get(self.spec.dtype) or np.dtype(self.spec.dtype)
-        for _, flight in flights:
-            response, captured = flight.response, flight.captured
+        for flight in flights.values():
+            response, captured, prompt = flight.response, flight.captured, flight.prompt
             assert response is not None
             if response.error is not None or captured is None:
                 raise SelfTestError(f"SGLang refused a self-test prompt: {response.error}")
-            unasked_prenorm = FINAL_PRENORM not in self.spec.sites and captured.bad and captured.bad[0] == FINAL_PRENORM
-            checked = captured if not unasked_prenorm else None
-            if checked is not None and checked.bad is not None:
-                raise SelfTestError(f"self-test: NaN or infinity in {checked.bad[0]} at position {checked.bad[1]}")
-            raw = np.frombuffer(self.arena.view(flight.slot.offset, flight.slot.nbytes), dtype)
-            states = raw.reshape(len(sites), flight.prompt.num_tokens, self.spec.facts.hidden_size)
-            crc = zlib.crc32(flight.prompt.input_ids.astype("<i4").tobytes())
-            if captured.prompt_crc32 != crc or captured.num_tokens != flight.prompt.num_tokens:
+            crc = zlib.crc32(prompt.input_ids.astype("<i4").tobytes())
+            if captured.prompt_crc32 != crc or captured.num_tokens != prompt.num_tokens:
                 raise SelfTestError("self-test: the engine's prompt ids or their number are not those that were sent")
-            tested.append(
-                TestPrompt(
-                    flight.prompt.input_ids.tolist(),
-                    {site: states[i].copy() for i, site in enumerate(sites)},
-                    response.output_ids[0],
-                )
-            )
+            raw = np.frombuffer(self.arena.view(flight.slot.offset, flight.slot.nbytes), dtype)
+            states = raw.reshape(len(sites), prompt.num_tokens, self.spec.facts.hidden_size)
+            by_site = {site: states[i].copy() for i, site in enumerate(sites)}
+            tested.append(TestPrompt(prompt.input_ids.tolist(), by_site, next(iter(response.output_ids), -1)))
         with self._lock:
-            for _, flight in flights:
+            for flight in flights.values():
                 self.admission.release(flight.slot)
-        test = SelfTest(self.spec.engine.model_path, self.spec.facts, self.spec.sites, self.spec.dtype)
-        return test.check(tested)
+        return tested
 
 
 def _name_semaphores(owner: str) -> str:

@@ -1,8 +1,9 @@
 """Is the capture right on this live engine? Pure checks on the states of a few prompts; no engine, no Ray.
 
-The engine's own next token is the independent witness: it comes out of SGLang's sampler, ours out of the
-captured final state, the checkpoint's norm and lm_head, in numpy. Both can only agree if final states are
-the right rows, in the right order, before or after the norm as their name says.
+Two independent witnesses. The engine's own next token comes out of SGLang's sampler, ours out of the captured
+final state, the checkpoint's norm and lm_head, in numpy: both can only agree if final states are the right rows, in
+the right order, before or after the norm as their name says. For residual sites, transformers runs single layers of
+the checkpoint on what was captured (`oracle.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,19 @@ import numpy as np
 
 from hsray.checkpoint import ModelFacts, apply_norm, final_norm_weight, lm_head_weight
 from hsray.errors import SelfTestError
+from hsray.oracle import LayerOracle, OraclePlan
 from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
 
 # Relative error allowed between norm(final_prenorm), in float32, and the engine's final_postnorm.
 NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 # The engine's token may be this far (relative to the spread of logits) below our best: rounding can swap ties.
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+# Error of a captured layer output, relative to what the layer adds: of the median row, and of the median row of a
+# single prompt. An expert router may decide a near tie the other way in another arithmetic, so single rows may differ.
+LAYER_TOLERANCE = {"float32": (1e-3, 1e-3), "bfloat16": (0.1, 0.3), "float16": (0.05, 0.3)}
+# Where a layer adds next to nothing (a massive activation), rounding is measured against this part of the stream.
+_LEAST_UPDATE = 0.02
+_LEAST_PROMPT_ROWS = 16
 _VOCAB_BLOCK = 16_384
 
 
@@ -59,6 +67,7 @@ class SelfTest:
         self.facts = facts
         self.sites = tuple(sites)
         self.dtype = dtype
+        self.model_path = model_path
         self.norm_weight = final_norm_weight(model_path)
         self.head = lm_head_weight(model_path, facts.tie_word_embeddings)
 
@@ -83,6 +92,73 @@ class SelfTest:
             report.passed.append("norm and lm_head on the captured states give the engine's own next token")
         return report
 
+    def check_layers(
+        self, plan: OraclePlan, prompts: Sequence[TestPrompt], by_layer: Sequence[TestPrompt], report: SelfTestReport
+    ) -> None:
+        """Compare what layers were seen to do with what transformers makes them do; adds to `report`.
+
+        Args:
+            prompts: the prompts given to `check`.
+            by_layer: the same prompts, with states at `plan.sites`.
+
+        Raises SelfTestError naming the layer whose input or output is not what its name says.
+        """
+        report.skipped += [f"residual sites, independent reference: {reason}" for reason in plan.skipped]
+        checked = []
+        tokens = sorted({token for prompt in by_layer for token in prompt.input_ids})
+        for layer in plan.layers:
+            entering, leaving = f"resid_pre_{layer}", f"resid_pre_{layer + 1}"
+            if layer == self.facts.num_layers - 1:
+                leaving = FINAL_PRENORM
+                if not self._has_prenorm(by_layer[0]):
+                    report.skipped.append(f"residual sites, independent reference: layer {layer}: no {FINAL_PRENORM}")
+                    continue
+            try:
+                oracle = LayerOracle(self.model_path, layer, tokens)
+                expected = [oracle.output(p.input_ids, p.states[entering] if layer else None) for p in by_layer]
+            except Exception as err:  # noqa: BLE001 - whatever transformers does not like; not the capture's fault
+                reason = f"transformers cannot run it ({type(err).__name__}: {err})"
+                report.skipped.append(f"residual sites, independent reference: layer {layer}: {reason}")
+                continue
+            errors = [
+                _layer_errors(expected[n], p.states[leaving], p.states[entering] if layer else None)
+                for n, p in enumerate(by_layer)
+            ]
+            self._judge_layer(layer, entering, leaving, errors)
+            checked.append(layer)
+        if checked:
+            layers = ", ".join(map(str, checked))
+            report.passed.append(f"transformers' own layers {layers} make the captured states out of each other")
+        self._check_same(prompts, by_layer)
+
+    def _judge_layer(self, layer: int, entering: str, leaving: str, errors: list["np.ndarray[Any, Any]"]) -> None:
+        overall, single = LAYER_TOLERANCE[self.dtype]
+        median = float(np.median(np.concatenate(errors)))
+        longer = [float(np.median(e)) for e in errors if len(e) >= _LEAST_PROMPT_ROWS]
+        worst = max(longer, default=median)
+        if not (median <= overall and worst <= single):
+            first = "the token ids" if layer == 0 else entering
+            raise SelfTestError(
+                f"layer {layer} of the checkpoint, run by transformers on {first}, does not give the captured "
+                f"{leaving}: relative error {median:.2e} in the median row, {worst:.2e} in the median row of one "
+                f"prompt (allowed {overall:.0e} and {single:.0e}). The states are of another layer or of other rows "
+                "than their names say"
+            )
+
+    def _check_same(self, prompts: Sequence[TestPrompt], by_layer: Sequence[TestPrompt]) -> None:
+        """The run's own layout must deliver what the layer test saw."""
+        for number, (one, other) in enumerate(zip(prompts, by_layer, strict=True)):
+            for site in one.states.keys() & other.states.keys():
+                a, b = one.states[site].astype(np.float32), other.states[site].astype(np.float32)
+                if np.isnan(a).all() and np.isnan(b).all():
+                    continue
+                error = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
+                if not np.median(error) <= NORM_TOLERANCE[self.dtype]:
+                    raise SelfTestError(
+                        f"self-test prompt {number}: {site} differs by {np.median(error):.2e} (relative, median row) "
+                        "between two requests with the same ids"
+                    )
+
     def _has_prenorm(self, prompt: TestPrompt) -> bool:
         return bool(np.isfinite(prompt.states[FINAL_PRENORM].astype(np.float32)).all())
 
@@ -95,6 +171,11 @@ class SelfTest:
             states = stored.astype(np.float32)
             if site == FINAL_PRENORM and FINAL_PRENORM not in self.sites and np.isnan(states).all():
                 continue  # not delivered, not asked for
+            if site == FINAL_PRENORM and np.isnan(states).all():
+                raise SelfTestError(
+                    f"{where}: this model or layout does not show the residual stream before its final norm. Use "
+                    "final_postnorm (capture.final: postnorm)"
+                )
             if not np.isfinite(states).all():
                 row = int((~np.isfinite(states).all(axis=1)).argmax())
                 raise SelfTestError(f"{where}: {site} has NaN or infinity at position {row}")
@@ -141,3 +222,14 @@ class SelfTest:
                 f"{where}: lm_head on the captured final state says token {best}, the engine generated "
                 f"{prompt.next_token}: the captured rows are not the ones this prompt produced"
             )
+
+
+def _layer_errors(
+    expected: "np.ndarray[Any, Any]", actual: "np.ndarray[Any, Any]", entered: "np.ndarray[Any, Any] | None"
+) -> "np.ndarray[Any, Any]":
+    """Per row: distance of what left the layer from what should have, relative to what the layer adds. `[tokens]`."""
+    left = actual.astype(np.float32)
+    size = np.linalg.norm(left, axis=1)
+    update = size if entered is None else np.linalg.norm(left - entered.astype(np.float32), axis=1)
+    errors: np.ndarray[Any, Any] = np.linalg.norm(left - expected, axis=1) / np.maximum(update, _LEAST_UPDATE * size)
+    return errors

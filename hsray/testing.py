@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from hsray.capture.settings import CaptureSettings
-from hsray.channel import Captured, ChannelClient, Hello, RequestId
+from hsray.channel import LAYER_LAYOUT, RUN_LAYOUT, TEST_LAYOUT, Captured, ChannelClient, Hello, RequestId
 from hsray.engine import EngineSpec, PrefillResponse
 from hsray.errors import StoreUnavailable, StoreUnusable
 from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
@@ -178,7 +178,11 @@ class FakeEngine:
         self.max_prompt_tokens = self.behaviour.max_prompt_tokens
         self.num_leaders = 1
         self.facts = {"engine": "fake"}
-        self.layouts = {"x": capture.sites, "t": (*capture.sites, *_missing_finals(capture.sites))}
+        self.layouts = {
+            RUN_LAYOUT: capture.sites,
+            TEST_LAYOUT: (*capture.sites, *_missing_finals(capture.sites)),
+            LAYER_LAYOUT: capture.layer_sites,
+        }
         with Path(capture.arena_path).open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), capture.arena_bytes)
         self._channel = ChannelClient(capture.channel)
@@ -190,7 +194,7 @@ class FakeEngine:
                 sglang_version="fake",
                 model_class="FakeModel",
                 sites=capture.sites,
-                test_sites=self.layouts["t"],
+                test_sites=self.layouts[TEST_LAYOUT],
                 hidden_size=self.behaviour.hidden_size,
                 engine_dtype=capture.stored_dtype,
                 stored_dtype=capture.stored_dtype,
@@ -203,19 +207,19 @@ class FakeEngine:
         behaviour, request = self.behaviour, RequestId.parse(rid)
         assert request is not None
         await asyncio.sleep(behaviour.seconds_per_token * len(input_ids))
-        is_test = request.layout == "t"
+        is_test = request.layout != RUN_LAYOUT
         if behaviour.crash_token in input_ids and not is_test:
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour.refuse_token in input_ids and not is_test:
             return PrefillResponse(0, (), "refused by FakeEngine")
-        bad: tuple[str, int] | None = None
+        bad: tuple[str, int, str] | None = None
         norms = []
         for index, site in enumerate(self.layouts[request.layout]):
             states = fake_states(site, input_ids, behaviour.hidden_size, self.capture.stored_dtype)
             if index == 0 and behaviour.nan_token in input_ids and not is_test:
                 position = list(input_ids).index(behaviour.nan_token)
                 states[position] = np.nan
-                bad = (site, position)
+                bad = (site, position, "NaN or infinity")
             start = request.offset + index * states.nbytes
             self._map[start : start + states.nbytes] = states.tobytes()
             norms.append(float(np.linalg.norm(states.astype(np.float32), axis=1).mean()))

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,15 @@ import torch
 from hsray.capture import versions
 from hsray.capture.settings import CaptureSettings
 from hsray.capture.writer import Span, StateWriter
-from hsray.channel import CaptureFailed, ChannelClient, Hello, RequestId
+from hsray.channel import (
+    LAYER_LAYOUT,
+    RUN_LAYOUT,
+    TEST_LAYOUT,
+    CaptureFailed,
+    ChannelClient,
+    Hello,
+    RequestId,
+)
 from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
 
 log = logging.getLogger(__name__)
@@ -28,9 +37,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ForwardStates:
-    """What one forward pass showed: filled by the inner hooks, read by the outer one."""
+    """What one forward pass showed: filled by the inner hook, read by the outer one."""
 
-    aux: Any = None
+    aux: Sequence[torch.Tensor] | None = None
     postnorm: torch.Tensor | None = None
     prenorm: torch.Tensor | None = None
 
@@ -44,33 +53,44 @@ class Capture:
         self.owner = versions.find_capture_owner(runner.model)
         model_class = type(runner.model).__name__
         tested = versions.check_tested(sglang.__version__, model_class, settings.allow_untested)
-        self.indices = [int(s.removeprefix("resid_pre_")) for s in settings.sites if s.startswith("resid_pre_")]
-        if self.indices:
-            versions.enable_aux_capture(self.owner, self.indices)
+        config = self.owner.config
+        self.hidden_size = int(getattr(config, "text_config", config).hidden_size)
+        aux = [site for site in settings.sites if site not in (FINAL_PRENORM, FINAL_POSTNORM)]
         # The self-test always looks at both final states, whatever the run keeps.
         self.layouts = {
-            "x": settings.sites,
-            "t": (*(f"resid_pre_{i}" for i in self.indices), FINAL_PRENORM, FINAL_POSTNORM),
+            RUN_LAYOUT: settings.sites,
+            TEST_LAYOUT: (*aux, FINAL_PRENORM, FINAL_POSTNORM),
+            LAYER_LAYOUT: settings.layer_sites,
         }
+        self.run_indices = _indices(settings.sites)
+        self.indices: list[int] = []
+        versions.deliver_states(self.owner, self.hidden_size)
+        self._switch(self.run_indices)
         self.forward: ForwardStates | None = None
         self.prompt_crc32: dict[str, int] = {}
         self.is_leader = versions.is_capture_leader()
-        versions.final_norm(self.owner).register_forward_hook(self._after_final_norm)
         if not self.is_leader:
             return
-        config = self.owner.config
-        self.hidden_size = int(getattr(config, "text_config", config).hidden_size)
+        dp_rank = int(getattr(runner, "dp_rank", 0) or 0)
         channel = ChannelClient(settings.channel)
-        self.writer = StateWriter(settings, self.layouts, self.hidden_size, torch.device(runner.device), channel)
+        self.writer = StateWriter(
+            settings,
+            self.layouts,
+            self.hidden_size,
+            torch.device(runner.device),
+            channel,
+            step_rows=versions.step_rows(runner.server_args),
+            dp_rank=dp_rank,
+        )
         channel.send(
             Hello(
                 pid=os.getpid(),
                 rank=int(getattr(runner, "tp_rank", 0) or 0),
-                dp_rank=int(getattr(runner, "dp_rank", 0) or 0),
+                dp_rank=dp_rank,
                 sglang_version=sglang.__version__,
                 model_class=model_class,
                 sites=settings.sites,
-                test_sites=self.layouts["t"],
+                test_sites=self.layouts[TEST_LAYOUT],
                 hidden_size=self.hidden_size,
                 engine_dtype=str(runner.dtype).removeprefix("torch."),
                 stored_dtype=settings.stored_dtype,
@@ -79,11 +99,20 @@ class Capture:
             )
         )
 
-    def _after_final_norm(self, _module: Any, args: Any, output: Any) -> None:
-        if self.forward is None:
-            return
-        # (normed, residual) from a fused add + norm; a norm of one input leaves the stream in that input.
-        self.forward.prenorm = output[1] if isinstance(output, tuple) else args[0]
+    def select_layers(self, forward_batch: Any) -> None:
+        """Switch on the layers that the requests of this batch ask for. Called on every rank, before the forward."""
+        requests = [request for rid in forward_batch.rids if (request := RequestId.parse(rid)) is not None]
+        wanted = set(self.run_indices)
+        for layout in {request.layout for request in requests}:
+            wanted.update(_indices(self.layouts[layout]))
+        self._switch(sorted(wanted))
+        if self.indices != self.run_indices:
+            versions.run_eagerly(forward_batch)
+
+    def _switch(self, indices: list[int]) -> None:
+        if indices != self.indices:
+            versions.set_aux_capture(self.owner, indices)
+            self.indices = indices
 
     def spans(self, forward_batch: Any) -> list[Span]:
         """The rows of this extend step that are ours, with their place in it.
@@ -112,27 +141,24 @@ class Capture:
                 ids = np.asarray(request.origin_input_ids, dtype="<i4")
                 self.prompt_crc32[request.rid] = zlib.crc32(ids.tobytes())
 
-    def store(self, spans: list[Span], states: ForwardStates, from_graph: bool) -> None:
-        """Hand the states to the writer. `from_graph`: they lie in buffers that the next replay overwrites."""
-        by_site: dict[str, torch.Tensor] = {}
-        if self.indices:
-            if states.aux is None:
-                raise RuntimeError("the model handed no aux states to its LogitsProcessor")
-            unpacked = versions.unpack_aux(states.aux, len(self.indices), self.hidden_size)
-            by_site.update(zip((f"resid_pre_{i}" for i in self.indices), unpacked, strict=True))
-        if states.postnorm is not None:
-            by_site[FINAL_POSTNORM] = states.postnorm
-        if states.prenorm is not None:
-            by_site[FINAL_PRENORM] = states.prenorm
-        elif FINAL_PRENORM not in self.layouts["x"] and states.postnorm is not None:
-            # The self-test asks for it in any case, and knows what not-a-number means here.
-            by_site[FINAL_PRENORM] = torch.full_like(states.postnorm, torch.nan)
-        if from_graph:
-            by_site = {site: state.clone() for site, state in by_site.items()}
+    def store(self, spans: list[Span], states: ForwardStates) -> None:
+        """Hand the states to the writer; they may lie in buffers that the next step overwrites."""
+        if states.aux is None or states.postnorm is None:
+            raise RuntimeError("the forward pass did not reach the model's LogitsProcessor")
+        *aux, prenorm = states.aux
+        if len(aux) != len(self.indices):
+            raise RuntimeError(f"the model handed on {len(aux)} aux states, {len(self.indices)} were asked for")
+        by_site = dict(zip((f"resid_pre_{i}" for i in self.indices), aux, strict=True))
+        by_site[FINAL_PRENORM] = prenorm if states.prenorm is None else states.prenorm
+        by_site[FINAL_POSTNORM] = states.postnorm
         self.writer.put(spans, by_site)
         for span in spans:
             if span.start + span.count >= span.request.num_tokens:
                 self.prompt_crc32.pop(span.rid, None)
+
+
+def _indices(sites: Sequence[str]) -> list[int]:
+    return [int(site.removeprefix("resid_pre_")) for site in sites if site.startswith("resid_pre_")]
 
 
 def install(settings: CaptureSettings) -> None:
@@ -186,15 +212,14 @@ def install(settings: CaptureSettings) -> None:
         if captures and captures[0].forward is not None:
             seen = captures[0].forward
             seen.aux, seen.postnorm = aux_hidden_states, hidden_states
-            if hidden_states_before_norm is not None:
-                seen.prenorm = hidden_states_before_norm
+            seen.prenorm = hidden_states_before_norm
         return logits_forward(
             self,
             input_ids,
             hidden_states,
             lm_head,
             logits_metadata,
-            aux_hidden_states,
+            None,  # speculation is refused: nobody but us has a use for aux states
             hidden_states_before_norm,
             *args,
             **kwargs,
@@ -203,14 +228,10 @@ def install(settings: CaptureSettings) -> None:
     @functools.wraps(run_forward)
     def run_forward_and_store(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         capture: Capture | None = getattr(self, "hsray_capture", None)
-        if (
-            capture is None
-            or not capture.is_leader
-            or not forward_batch.rids
-            or not forward_batch.forward_mode.is_extend()
-        ):
+        if capture is None or not forward_batch.rids or not forward_batch.forward_mode.is_extend():
             return run_forward(self, forward_batch, *args, **kwargs)
-        spans = capture.spans(forward_batch)
+        capture.select_layers(forward_batch)
+        spans = capture.spans(forward_batch) if capture.is_leader else []
         if not spans:
             return run_forward(self, forward_batch, *args, **kwargs)
         capture.forward = states = ForwardStates()
@@ -218,7 +239,7 @@ def install(settings: CaptureSettings) -> None:
             output = run_forward(self, forward_batch, *args, **kwargs)
         finally:
             capture.forward = None
-        capture.store(spans, states, from_graph=bool(getattr(output, "can_run_graph", False)))
+        capture.store(spans, states)
         return output
 
     ModelRunner.load_model = load_model_and_enable

@@ -15,6 +15,7 @@ class CaptureSettings:
         channel: abstract socket address of the replica's ChannelServer.
         arena_path, arena_bytes: the arena file and its size.
         sites: site names in forward order, the layout of a slot.
+        layer_sites: what the self-test of single layers looks at; empty if it cannot be done.
         stored_dtype: dtype of the arena, `bfloat16`, `float16` or `float32`.
         allow_untested: go on with a SGLang version or model class that is not in the table.
         launched_by_engine: hooks are installed by our Engine subclass, not by the plugin entry point.
@@ -25,6 +26,7 @@ class CaptureSettings:
     arena_bytes: int
     sites: tuple[str, ...]
     stored_dtype: str
+    layer_sites: tuple[str, ...] = ()
     allow_untested: bool = False
     launched_by_engine: bool = True
 
@@ -37,4 +39,4 @@ class CaptureSettings:
         if not raw:
             return None
         data = json.loads(raw)
-        return cls(**{**data, "sites": tuple(data["sites"])})
+        return cls(**{**data, "sites": tuple(data["sites"]), "layer_sites": tuple(data["layer_sites"])})

@@ -6,12 +6,15 @@ arguments of `LogitsProcessor.forward`. Index i is the input of layer i, Hugging
 `set_eagle3_layers_to_capture` of the ForCausalLM is not used: whether it adds one depends on the family.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hsray.capture.tested import untested
+
+_LAYER_FLAG = "_is_layer_to_capture"
 
 
 class UnsupportedModel(RuntimeError):
@@ -52,8 +55,10 @@ def num_layers(owner: Any) -> int:
     return int(getattr(config, "text_config", config).num_hidden_layers)
 
 
-def enable_aux_capture(owner: Any, indices: Sequence[int]) -> None:
-    """Make the model hand its residual stream at `indices` to the LogitsProcessor, in ascending order.
+def set_aux_capture(owner: Any, indices: Sequence[int]) -> None:
+    """Make the model hand its residual stream at `indices`, and at no other layer, to the LogitsProcessor.
+
+    May be called between any two forward passes; every rank must make the same call.
 
     Raises UnsupportedModel for indices outside 1 .. L-1 (0 crashes llama; L is dropped in silence by most).
     """
@@ -63,11 +68,43 @@ def enable_aux_capture(owner: Any, indices: Sequence[int]) -> None:
     inner = owner.model
     if not hasattr(inner, "layers_to_capture") and not hasattr(inner, "set_eagle3_layers_to_capture"):
         raise UnsupportedModel(f"{type(inner).__name__} has neither layers_to_capture nor its setter")
-    owner.capture_aux_hidden_states = True
-    if hasattr(inner, "set_eagle3_layers_to_capture"):  # Qwen MoE keeps a flag on each layer
+    if hasattr(inner, "set_eagle3_layers_to_capture"):  # Qwen MoE keeps a flag on each layer, and only ever sets it
+        for layer in inner.layers:
+            if getattr(layer, _LAYER_FLAG, False):
+                setattr(layer, _LAYER_FLAG, False)
         inner.set_eagle3_layers_to_capture(list(indices))
     else:
         inner.layers_to_capture = list(indices)
+
+
+def deliver_states(owner: Any, hidden_size: int) -> None:
+    """Wrap the forward of the model's body so that it always hands on `(postnorm, [aux ..., prenorm])`.
+
+    The residual stream before the final norm is not among what SGLang hands on. Riding with the aux states it
+    reaches the LogitsProcessor on every path: a recorded CUDA graph replays the body without its Python, but
+    delivers all of its outputs. Where the norm is not called as a module, not-a-number stands for it.
+    Packed aux states `[rows, K * hidden]` (DeepSeek) come apart as views.
+    """
+    inner = owner.model
+    body_forward = inner.forward
+    seen: list[torch.Tensor] = []
+
+    def after_final_norm(_module: Any, args: Any, output: Any) -> None:
+        # (normed, residual) from a fused add + norm; a norm of one input leaves the stream in that input.
+        seen.append(output[1] if isinstance(output, tuple) else args[0])
+
+    @functools.wraps(body_forward)
+    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        seen.clear()
+        output = body_forward(*args, **kwargs)
+        postnorm, aux = output if isinstance(output, tuple) else (output, [])
+        if isinstance(aux, torch.Tensor):
+            aux = aux.view(*aux.shape[:-1], -1, hidden_size).unbind(-2)
+        return postnorm, [*aux, seen.pop() if seen else torch.full_like(postnorm, torch.nan)]
+
+    final_norm(owner).register_forward_hook(after_final_norm)
+    inner.forward = forward
+    owner.capture_aux_hidden_states = True
 
 
 def final_norm(owner: Any) -> torch.nn.Module:
@@ -78,20 +115,12 @@ def final_norm(owner: Any) -> torch.nn.Module:
     return norm
 
 
-def unpack_aux(aux: Any, count: int, hidden_size: int) -> list[torch.Tensor]:
-    """Aux states as `count` contiguous tensors `[rows, hidden_size]`.
+def run_eagerly(forward_batch: Any) -> None:
+    """Keep this batch off recorded graphs: they only know the layers that were switched on when recording."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-    SGLang hands over a list, or (DeepSeek) one packed `[rows, count * hidden_size]` tensor. The packed form
-    is split with one device copy: a strided device-to-host copy would be staged synchronously.
-    """
-    if isinstance(aux, torch.Tensor):
-        if aux.shape[-1] != count * hidden_size:
-            raise UnsupportedModel(f"packed aux states are {tuple(aux.shape)}, expected width {count} x {hidden_size}")
-        return list(aux.view(-1, count, hidden_size).transpose(0, 1).contiguous().unbind(0))
-    states = list(aux)
-    if len(states) != count:
-        raise UnsupportedModel(f"the model delivered {len(states)} aux states, {count} were asked for")
-    return [state.contiguous() for state in states]
+    # A graph recorded without hidden states cannot serve a batch that asks for all of them.
+    forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
 
 
 def is_capture_leader() -> bool:
@@ -104,3 +133,9 @@ def is_capture_leader() -> bool:
         return int(get_attention_tp_rank()) == 0
     parallel = get_parallel()
     return parallel.attn_tp_rank == 0 and getattr(parallel, "attn_cp_rank", 0) == 0
+
+
+def step_rows(server_args: Any) -> int:
+    """Most rows of one prefill step, as far as SGLang is told (a single longer prompt may exceed it)."""
+    chunk = int(getattr(server_args, "chunked_prefill_size", None) or -1)
+    return chunk if chunk > 0 else int(server_args.max_prefill_tokens)

@@ -1,24 +1,34 @@
 """States into the arena: one plain copy per prompt and site, then one message when a prompt is whole.
 
-On CUDA the arena is registered with the driver, so device-to-host copies on one side stream land where the
-shard writer reads, without a staging buffer and without blocking the forward stream; a thread waits for
-their events. On CPU the same arena is written directly.
+On CUDA a step's rows are first copied into one of two staging buffers on the GPU, in the order of the forward
+stream; that costs a thousandth of the step, frees SGLang's own tensors at once, and bounds the memory that
+capture takes: the buffers are allocated before SGLang sizes its KV pool, so the pool shrinks by them. From there
+a side stream copies each prompt's rows of each site into the arena, which is registered with the driver, so the
+copies are true DMA to where the shard writer reads; a thread waits for their events. The forward stream never
+waits for a copy unless it is two steps ahead. On CPU the arena is written directly.
 """
 
+import logging
 import mmap
 import os
 import queue
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from hsray.capture.settings import CaptureSettings
-from hsray.channel import Captured, CaptureFailed, ChannelClient, RequestId
+from hsray.channel import RUN_LAYOUT, Captured, CaptureFailed, CaptureStats, ChannelClient, RequestId
 
-# Steps whose copies may be outstanding before the forward loop waits: bounds the GPU memory they pin.
-MAX_OUTSTANDING_STEPS = 8
+log = logging.getLogger(__name__)
+
+# Steps whose events the waiting thread may lag behind before the scheduler's thread waits for it.
+MAX_OUTSTANDING_STEPS = 64
+# Each of the two staging buffers holds a whole step, up to this size; larger steps go through in pieces.
+MAX_STAGING_BYTES = 2 << 30
+_STATS_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +51,49 @@ class Progress:
     left: int
     rewritten: int = 0
     norm_sums: list[float] = field(default_factory=list)
-    bad: tuple[str, int] | None = None
+    bad: tuple[str, int, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's copies: what they hold, per-row norms `[sites, rows]` float32 on the host, and their event."""
+    """Copies on their way: what they hold, per-row norms `[sites, rows]` float32 on the host, and their events."""
 
     spans: list[Span]
     sites: tuple[str, ...]
     norms: torch.Tensor
-    event: "torch.cuda.Event | None"
+    started: "torch.cuda.Event | None" = None
+    copied: "torch.cuda.Event | None" = None
+    finished: "torch.cuda.Event | None" = None  # the norms are there, too
+
+
+class Staging:
+    """Two buffers on the GPU, used in turn. `acquire` makes the forward stream wait for the copies out of one."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._released: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def acquire(self) -> torch.Tensor:
+        self._turn ^= 1
+        released = self._released[self._turn]
+        if released is not None:
+            torch.cuda.current_stream().wait_event(released)
+        return self._buffers[self._turn]
+
+    def release(self, after: "torch.cuda.Event") -> None:
+        """The buffer acquired last may be written to again once `after` has happened."""
+        self._released[self._turn] = after
 
 
 class StateWriter:
-    """The capture side's end of the arena."""
+    """The capture side's end of the arena.
+
+    Args:
+        layouts: sites by the layout a request names.
+        step_rows: most rows of one step, for the size of the staging buffers; more are taken in pieces.
+    """
 
     def __init__(
         self,
@@ -64,21 +102,31 @@ class StateWriter:
         hidden_size: int,
         device: torch.device,
         channel: ChannelClient,
+        *,
+        step_rows: int,
+        dp_rank: int = 0,
     ) -> None:
         self.layouts = layouts
         self.hidden_size = hidden_size
         self.dtype: torch.dtype = getattr(torch, settings.stored_dtype)
         self.channel = channel
         self._progress: dict[str, Progress] = {}
+        self._stats = CaptureStats(dp_rank, 0, 0, 0, 0.0, 0.0, 0.0)
+        self._stats_sent = 0.0
+        self._enqueue_seconds = self._waited_seconds = 0.0
         file = os.open(settings.arena_path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._map = mmap.mmap(file, settings.arena_bytes)
         finally:
             os.close(file)
         self._arena = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._stream: torch.cuda.Stream | None = None
+        self._staging: Staging | None = None
         if device.type == "cuda":
             self._register()
+            largest = self._row_bytes(max(layouts.values(), key=len))
+            wanted = step_rows * self._row_bytes(layouts[RUN_LAYOUT])
+            self._staging = Staging(max(largest, min(wanted, MAX_STAGING_BYTES)), device)
+            log.info("capture reserves 2 x %d bytes on the GPU for steps of %d rows", self._staging.nbytes, step_rows)
             self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
             self._steps: queue.Queue[Step] = queue.Queue(maxsize=MAX_OUTSTANDING_STEPS)
             # SGLang names its device "cuda"; which one that is, the thread that loaded the model knows.
@@ -95,28 +143,28 @@ class StateWriter:
                 "raise the locked-memory limit (ulimit -l unlimited) or lower spool.bytes"
             )
 
-    def put(self, spans: list[Span], states: Mapping[str, torch.Tensor]) -> None:
-        """Copy the rows of `spans` out of `states` (each `[rows, hidden]`, contiguous) into their slots.
+    def _row_bytes(self, sites: tuple[str, ...]) -> int:
+        return len(sites) * self.hidden_size * self.dtype.itemsize
 
-        Returns before the copies are done on CUDA; the states must not be written to until the current
-        stream reaches this point.
+    def put(self, spans: list[Span], states: Mapping[str, torch.Tensor]) -> None:
+        """Copy the rows of `spans` out of `states` (each `[rows, hidden]`, any stride) into their slots.
+
+        On CUDA it returns before that has happened; the states may be overwritten by what is enqueued on the
+        current stream afterwards.
         """
+        started = time.perf_counter()
         try:
-            if self._stream is None:
-                for layout, group in self._by_layout(spans):
-                    self._finish(self._copy(group, layout, states, non_blocking=False))
-                return
-            self._stream.wait_stream(torch.cuda.current_stream())
             for layout, group in self._by_layout(spans):
-                with torch.cuda.stream(self._stream):
-                    step = self._copy(group, layout, states, non_blocking=True)
-                self._steps.put(step)
-            for state in states.values():
-                # The caching allocator must not hand this memory out while the copies run.
-                state.record_stream(self._stream)
+                rows = max(span.first_row + span.count for span in group)
+                chosen = {site: self._checked(states, site, rows) for site in layout}
+                if self._staging is None:
+                    self._finish(self._copy(group, chosen))
+                else:
+                    self._stage(group, chosen)
         except Exception as err:
             self.channel.send(CaptureFailed(f"{type(err).__name__}: {err}"))
             raise
+        self._enqueue_seconds += time.perf_counter() - started
 
     def _by_layout(self, spans: list[Span]) -> list[tuple[tuple[str, ...], list[Span]]]:
         groups: dict[str, list[Span]] = {}
@@ -124,34 +172,53 @@ class StateWriter:
             groups.setdefault(span.request.layout, []).append(span)
         return [(self.layouts[name], group) for name, group in groups.items()]
 
-    def _copy(
-        self, spans: list[Span], sites: tuple[str, ...], states: Mapping[str, torch.Tensor], non_blocking: bool
-    ) -> Step:
-        rows = max(span.first_row + span.count for span in spans)
-        norms = []
-        for index, site in enumerate(sites):
-            state = states.get(site)
-            if state is None:
-                raise RuntimeError(
-                    f"this model and layout did not deliver {site}: its final norm was not called in a way that "
-                    "shows the residual stream. Use final_postnorm (capture.final: postnorm)"
-                    if site == "final_prenorm"
-                    else f"the model did not deliver {site}"
-                )
-            if state.shape[0] < rows or state.shape[1] != self.hidden_size:
-                raise RuntimeError(f"{site} is {tuple(state.shape)}, expected at least ({rows}, {self.hidden_size})")
-            # A float32 accumulator without a float32 copy of the states; NaN and infinity come through.
-            norms.append(torch.linalg.vector_norm(state[:rows], dim=-1, dtype=torch.float32))
-            stored = state if state.dtype == self.dtype else state[:rows].to(self.dtype)
-            for span in spans:
-                target = self._slot(span.request, len(sites))[index, span.start : span.start + span.count]
-                target.copy_(stored[span.first_row : span.first_row + span.count], non_blocking=non_blocking)
-        stacked = torch.stack(norms)
-        if self._stream is None:
-            return Step(spans, sites, stacked, None)
-        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-        host.copy_(stacked, non_blocking=True)
-        return Step(spans, sites, host, self._stream.record_event())
+    def _checked(self, states: Mapping[str, torch.Tensor], site: str, rows: int) -> torch.Tensor:
+        state = states.get(site)
+        if state is None:
+            raise RuntimeError(f"the model did not deliver {site}")
+        if state.dim() != 2 or state.shape[0] < rows or state.shape[1] != self.hidden_size:
+            raise RuntimeError(f"{site} is {tuple(state.shape)}, expected at least ({rows}, {self.hidden_size})")
+        return state
+
+    def _copy(self, spans: list[Span], states: Mapping[str, torch.Tensor]) -> Step:
+        """On a CPU: straight into the arena, done on return."""
+        norms = torch.stack([torch.linalg.vector_norm(s, dim=-1, dtype=torch.float32) for s in states.values()])
+        for span in spans:
+            slot = self._slot(span.request, len(states))
+            for index, state in enumerate(states.values()):
+                rows = state[span.first_row : span.first_row + span.count]
+                slot[index, span.start : span.start + span.count].copy_(rows)
+        return Step(spans, tuple(states), norms)
+
+    def _stage(self, spans: list[Span], states: Mapping[str, torch.Tensor]) -> None:
+        """On CUDA: through the staging buffers, in as many pieces as it takes."""
+        assert self._staging is not None
+        sites = tuple(states)
+        capacity = self._staging.nbytes // self._row_bytes(sites)
+        for first_row, piece in cut_spans(spans, capacity):
+            count = piece[-1].first_row + piece[-1].count
+            buffer = self._staging.acquire()[: count * self._row_bytes(sites)]
+            staged = buffer.view(self.dtype).view(len(sites), count, self.hidden_size)
+            for index, state in enumerate(states.values()):
+                staged[index].copy_(state[first_row : first_row + count], non_blocking=True)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                started = self._stream.record_event(_timing_event())
+                for span in piece:
+                    slot = self._slot(span.request, len(sites))
+                    for index in range(len(sites)):
+                        rows = staged[index, span.first_row : span.first_row + span.count]
+                        slot[index, span.start : span.start + span.count].copy_(rows, non_blocking=True)
+                copied = self._stream.record_event(_timing_event())
+                # A float32 accumulator without a float32 copy of the states; NaN and infinity come through.
+                norms = torch.linalg.vector_norm(staged, dim=-1, dtype=torch.float32)
+                host = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
+                host.copy_(norms, non_blocking=True)
+                finished = self._stream.record_event()
+                self._staging.release(finished)
+            waiting = time.perf_counter()
+            self._steps.put(Step(piece, sites, host, started, copied, finished))
+            self._waited_seconds += time.perf_counter() - waiting
 
     def _slot(self, request: RequestId, num_sites: int) -> torch.Tensor:
         """The slot of a prompt as `[sites, tokens, hidden]` of the stored dtype."""
@@ -164,19 +231,21 @@ class StateWriter:
         try:
             torch.cuda.set_device(device_index)  # a new thread starts on GPU 0
             while True:
-                step = self._steps.get()
-                assert step.event is not None
-                step.event.synchronize()
-                self._finish(step)
+                self._finish(self._steps.get())
         except OSError:
             return  # the replica is gone; so is this process, in a moment
         except Exception as err:  # noqa: BLE001 - a thread's last word; the replica ends the engine on it
             self.channel.send(CaptureFailed(f"{type(err).__name__}: {err}"))
 
     def _finish(self, step: Step) -> None:
-        """Account for copies that have landed, and report prompts that are whole."""
+        """Wait for copies to land, account for them, and report prompts that are whole."""
+        copy_seconds = 0.0
+        if step.started is not None and step.copied is not None and step.finished is not None:
+            step.finished.synchronize()
+            copy_seconds = step.started.elapsed_time(step.copied) / 1000
         norms = step.norms.numpy()
-        finite = (norms - norms) == 0  # False for NaN and infinities
+        # NaN and infinities fail the first, rows of zeros the second; neither is ever a hidden state.
+        good = ((norms - norms) == 0) & (norms > 0)
         for span in step.spans:
             progress = self._progress.get(span.rid)
             if progress is None:
@@ -189,8 +258,10 @@ class StateWriter:
             for index, site in enumerate(step.sites):
                 rows = slice(span.first_row, span.first_row + span.count)
                 progress.norm_sums[index] += float(norms[index, rows].sum())
-                if progress.bad is None and not finite[index, rows].all():
-                    progress.bad = (site, span.start + int((~finite[index, rows]).argmax()))
+                if progress.bad is None and not good[index, rows].all():
+                    row = int((~good[index, rows]).argmax())
+                    what = "zeros" if norms[index, rows][row] == 0 else "NaN or infinity"
+                    progress.bad = (site, span.start + row, what)
             if progress.left == 0:
                 del self._progress[span.rid]
                 total = span.request.num_tokens
@@ -204,3 +275,47 @@ class StateWriter:
                         bad=progress.bad,
                     )
                 )
+        self._count(step, copy_seconds)
+
+    def _count(self, step: Step, copy_seconds: float) -> None:
+        rows = sum(span.count for span in step.spans)
+        self._stats = replace(
+            self._stats,
+            steps=self._stats.steps + 1,
+            rows=self._stats.rows + rows,
+            nbytes=self._stats.nbytes + rows * self._row_bytes(step.sites),
+            copy_seconds=self._stats.copy_seconds + copy_seconds,
+            enqueue_seconds=self._enqueue_seconds,
+            waited_seconds=self._waited_seconds,
+        )
+        now = time.monotonic()
+        if now - self._stats_sent >= _STATS_SECONDS:
+            self._stats_sent = now
+            self.channel.send(self._stats)
+
+
+def _timing_event() -> "torch.cuda.Event":
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def cut_spans(spans: list[Span], capacity: int) -> Iterator[tuple[int, list[Span]]]:
+    """Spans in pieces of at most `capacity` rows, gaps between them included.
+
+    Yields the first row of each piece in the step, and its spans with rows counted from there.
+    """
+    piece: list[Span] = []
+    base = 0
+    for span in sorted(spans, key=lambda s: s.first_row):
+        done = 0
+        while done < span.count:
+            row = span.first_row + done
+            if piece and row >= base + capacity:
+                yield base, piece
+                piece = []
+            if not piece:
+                base = row
+            count = min(span.count - done, base + capacity - row)
+            piece.append(replace(span, first_row=row - base, start=span.start + done, count=count))
+            done += count
+    if piece:
+        yield base, piece

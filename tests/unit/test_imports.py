@@ -18,6 +18,7 @@ LEVELS = [
         "store_errors",
         "store_clients",
         "upload",
+        "pages",
         "codec",
         "spool",
         "checkpoint",
@@ -26,7 +27,7 @@ LEVELS = [
     },
     {"prompts", "plan", "ledger", "index", "shard", "reader", "events", "scheduler", "budget"},
     {"status", "verify", "export", "finish"},
-    {"capture", "engine", "selftest", "replica", "cluster", "progress"},
+    {"capture", "engine", "oracle", "selftest", "replica", "cluster", "progress"},
     {"extract", "driver", "testing"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}

@@ -17,17 +17,35 @@ class Body(torch.nn.Module):
         self.layers_to_capture: list[int] = []
         self.norm = torch.nn.LayerNorm(4)
 
+    def captured(self) -> list[int]:
+        return self.layers_to_capture
+
+
+class Norm(torch.nn.Module):
+    """Returns what it is told, or its input."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x if self.output is None else self.output
+
 
 class MoeBody(torch.nn.Module):
     """Qwen MoE keeps its flags behind a setter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flags: list[int] = []
+        self.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(6)])
         self.norm = torch.nn.LayerNorm(4)
 
     def set_eagle3_layers_to_capture(self, layers: list[int]) -> None:
-        self.flags = layers
+        for layer in layers:
+            self.layers[layer]._is_layer_to_capture = True
+
+    def captured(self) -> list[int]:
+        return [i for i, layer in enumerate(self.layers) if getattr(layer, "_is_layer_to_capture", False)]
 
 
 class CausalLM(torch.nn.Module):
@@ -59,46 +77,73 @@ def test_a_model_without_capture_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("body", [Body(), MoeBody()], ids=["list", "setter"])
-def test_indices_reach_the_body_and_the_flag_the_owner(body: Any) -> None:
+def test_layers_are_switched_on_and_off_again(body: Any) -> None:
     owner = CausalLM(body)
 
-    versions.enable_aux_capture(owner, [2, 5])
-
-    assert owner.capture_aux_hidden_states is True
-    assert (body.flags if isinstance(body, MoeBody) else body.layers_to_capture) == [2, 5]
+    versions.set_aux_capture(owner, [2, 5])
+    assert body.captured() == [2, 5]
+    versions.set_aux_capture(owner, [3])
+    assert body.captured() == [3]
+    versions.set_aux_capture(owner, [])
+    assert body.captured() == []
 
 
 @pytest.mark.parametrize("indices", [[0, 2], [2, 6], [3, 2], [2, 2]])
 def test_indices_that_sglang_would_drop_or_die_of_are_refused(indices: list[int]) -> None:
     with pytest.raises(UnsupportedModel, match=r"1 \.\. 5"):
-        versions.enable_aux_capture(CausalLM(Body()), indices)
+        versions.set_aux_capture(CausalLM(Body()), indices)
 
 
 def test_a_body_without_the_switch_is_refused_by_name() -> None:
     body = torch.nn.Identity()
 
     with pytest.raises(UnsupportedModel, match="Identity has neither"):
-        versions.enable_aux_capture(CausalLM(body), [2])
+        versions.set_aux_capture(CausalLM(body), [2])
     with pytest.raises(UnsupportedModel, match="no module named norm"):
         versions.final_norm(CausalLM(body))
 
 
-def test_packed_and_listed_states_unpack_to_the_same_rows() -> None:
+def run(owner: Any, output: Any, norm_output: Any = None) -> Any:
+    """One pass through a body that returns `output` and calls its norm on the way."""
+    body = owner.model
+    body.norm = Norm(norm_output)
+    body.forward = lambda x: (body.norm(x), output)[1]
+    versions.deliver_states(owner, 4)
+    return body(torch.ones(7, 4))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_aux_states_come_one_by_one_and_the_stream_before_the_norm_last(packed: bool) -> None:
     states = [torch.randn(7, 4) for _ in range(3)]
+    post, residual = torch.randn(7, 4), torch.randn(7, 4)
+    owner = CausalLM(Body())
 
-    packed = versions.unpack_aux(torch.cat(states, dim=-1), 3, 4)
-    listed = versions.unpack_aux(states, 3, 4)
+    postnorm, delivered = run(owner, (post, torch.cat(states, dim=-1) if packed else states), (post, residual))
 
-    for a, b, want in zip(packed, listed, states, strict=True):
-        assert torch.equal(a, want)
-        assert torch.equal(b, want)
-        assert a.is_contiguous()
+    assert owner.capture_aux_hidden_states is True
+    assert postnorm is post
+    assert type(delivered) is list  # what a recorded graph can hold
+    for got, want in zip(delivered, [*states, residual], strict=True):
+        assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("aux", [torch.zeros(7, 8), [torch.zeros(7, 4)]], ids=["packed", "list"])
-def test_a_wrong_number_of_states_is_refused(aux: Any) -> None:
-    with pytest.raises(UnsupportedModel):
-        versions.unpack_aux(aux, 3, 4)
+def test_without_aux_layers_the_stream_before_the_norm_still_comes() -> None:
+    post = torch.randn(7, 4)
+
+    _, (prenorm,) = run(CausalLM(Body()), post, post)
+
+    assert torch.equal(prenorm, torch.ones(7, 4))  # a plain norm's input
+
+
+def test_a_body_that_calls_no_norm_module_delivers_not_a_number() -> None:
+    post = torch.randn(7, 4)
+    owner = CausalLM(Body())
+    owner.model.forward = lambda x: post
+    versions.deliver_states(owner, 4)
+
+    _, (prenorm,) = owner.model(torch.ones(7, 4))
+
+    assert prenorm.isnan().all()
 
 
 def test_what_was_not_tested_is_named_unless_allowed() -> None:
