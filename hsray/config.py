@@ -4,6 +4,7 @@ Every default is written here once. Unknown keys are refused with the nearest kn
 imported, so a typo is reported in a tenth of a second.
 """
 
+import datetime
 import difflib
 import types
 import typing
@@ -15,6 +16,20 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hsray.errors import ConfigError
+
+PromptFormat = Literal[
+    "auto",
+    "text",
+    "rendered",
+    "prompt",
+    "messages",
+    "conversations",
+    "chosen",
+    "rejected",
+    "input_ids",
+]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Scalar = str | int | float | bool | None
 
 
 class Section(BaseModel):
@@ -39,24 +54,79 @@ class PromptsConfig(Section):
     path: str | list[str]
     """File, glob, directory or fsspec URL (s3://, gs://, https://), or a list of them; also a built-in
     `hsray:quickstart/prompts.jsonl`. Order matters: it is the order of input rows."""
-    format: Literal["auto", "text", "messages", "conversations", "input_ids"] = "auto"
-    """What a row holds. `auto` decides per row by its keys."""
-    id_field: str = "id"
-    """Field that holds a stable id. Rows without it get a hash of their content."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Longer prompts are rejected, never cut. Default: the model's context length."""
-    min_tokens: int = Field(default=1, ge=1)
-    """Shorter prompts are rejected."""
+    format: PromptFormat = "auto"
+    """What a row holds. `auto` decides per row by its keys (docs/prompts.md); `rendered`, `chosen` and `rejected`
+    have to be asked for."""
+    text_field: str | None = None
+    """Key that holds the text of the formats `text`, `rendered` and `prompt`. Default: the usual names."""
+    ignore_fields: list[str] = Field(default_factory=list)
+    """Keys of a row that are treated as absent: for a column that means something else here than hsray takes it
+    for (`error`, `system`, ...)."""
+    id_field: str | list[str] = ["id", "prompt_id", "uuid"]
+    """Field that holds a stable id; of several the first that the row has. Rows without one get a hash of their
+    content."""
+    duplicates: Literal["keep-first", "keep-all", "reject"] = "keep-first"
+    """A row with the id, or without an id the content, of an earlier one. `keep-first` rejects it, `reject` rejects
+    the earlier one too (and reads the input twice), `keep-all` names it by its content."""
+    where: dict[str, Scalar | list[Scalar]] = Field(default_factory=dict)
+    """Only rows whose key has this value, or one of these: `{source: [code, math], status: success}`. Others are
+    counted and are no input rows."""
+    shuffle_seed: int | None = Field(default=None, ge=0, lt=1 << 64)
+    """Put the rows in an order that only this number and their positions decide. Needs the size of the input on the
+    temporary disk."""
+    limit: int | None = Field(default=None, ge=1)
+    """Take only the first so many input rows, in shuffled order if there is one."""
+    role_map: dict[str, Role] = Field(default_factory=dict)
+    """What other roles mean: `{laguna_s: assistant}`. Unknown roles are rejected."""
+    system_turns: Literal["keep", "merge"] = "keep"
+    """`merge` puts the text of a leading system turn and a blank line in front of the first user turn, for
+    templates that refuse system turns."""
+    special_tokens: Literal["reject", "split", "keep"] = "reject"
+    """Text of a conversation that spells a special token. `keep` lets it become that token, as a server does;
+    `split` encodes it as ordinary text."""
+    add_bos: bool = False
+    """Put the beginning-of-sequence token in front of rows of text that lack it. Templates write their own."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's own."""
-    limit: int | None = Field(default=None, ge=1)
-    """Read only the first so many input rows."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template: `{enable_thinking: false}`. A row's `reasoning_effort` and
+    `chat_template_kwargs` come on top."""
+    template_date: datetime.date | None = None
+    """The day that the template prints where it asks for today's date. Without it, such a template is refused."""
+    mask_turns: Literal["all", "last"] = "all"
+    """Which answers of a conversation the loss mask covers. Of token ids: the last unbroken stretch."""
+    empty_mask: Literal["keep", "reject"] = "keep"
+    """Rows in which no token is masked: prompts without an answer, or answers that were cut away."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt. Default: the model's context length, less what the engine reserves."""
+    over_length: Literal["reject", "truncate"] = "reject"
+    """Longer prompts. `truncate` keeps the first `max_tokens` ids with their mask; the plan has the full length."""
+    min_tokens: int = Field(default=1, ge=1)
+    """Shorter prompts are rejected."""
     storage_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to fsspec for remote inputs (for s3fs: `endpoint_url`, `anon`, ...)."""
+
+    @field_validator("template_args")
+    @classmethod
+    def _free_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(value.keys() & {"messages", "tools", "add_generation_prompt", "strftime_now"})
+        if taken:
+            raise ValueError(f"{', '.join(taken)} cannot be set: hsray does")
+        return value
+
+    @model_validator(mode="after")
+    def _cut_above_the_least(self) -> "PromptsConfig":
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise ValueError(f"max_tokens ({self.max_tokens}) is below min_tokens ({self.min_tokens})")
+        return self
 
     @property
     def paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    @property
+    def id_fields(self) -> list[str]:
+        return [self.id_field] if isinstance(self.id_field, str) else list(self.id_field)
 
 
 class CaptureConfig(Section):
@@ -190,6 +260,8 @@ class BudgetConfig(Section):
     """More dead prompts than this fraction stop the run (after at least 200 finished prompts)."""
     max_rejected_fraction: float = Field(default=1.0, ge=0, le=1)
     """More rejected rows than this fraction make the exit code 3."""
+    no_capacity_seconds: float = Field(default=600.0, gt=0)
+    """How long a run waits while no node has a place for a replica, before it ends with what is done."""
     first_prompts_all_fail: int = Field(default=32, ge=1)
     """If the first so many prompts all die, the run stops: something is wrong with all of them."""
 
@@ -233,7 +305,7 @@ class Config(Section):
 
 
 _SECRET_WORDS = ("secret", "token", "password", "passwd", "credential", "access_key", "api_key", "sas")
-_NOT_SECRET = ("max_tokens", "min_tokens", "tokenizer")
+_NOT_SECRET = ("max_tokens", "min_tokens", "special_tokens", "tokenizer")
 
 
 def _redact(value: Any, key: str = "") -> Any:

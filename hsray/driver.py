@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from hsray import events as s
 from hsray.capture.tested import untested
 from hsray.checkpoint import ModelFacts
 from hsray.cluster import ClusterEvent, RayCluster, RunFailed
-from hsray.config import Config
+from hsray.config import BudgetConfig, Config
+from hsray.crash_points import crash_point
 from hsray.engine import NUMBERS_DEPEND_ON, SGLANG_ENGINE, EngineSpec
 from hsray.errors import ConfigError, ExitCode, HsrayError, StoreError
 from hsray.events import Action, Finished, ReplicaFailedToStart, ReplicaReady, Resolved, StopRequested, Tick
-from hsray.ledger import Ledger, account
+from hsray.ledger import Ledger
 from hsray.plan import Plan, read_lease_prompts
 from hsray.progress import ProgressDisplay, Snapshot
 from hsray.records import JsonDict
@@ -41,6 +42,13 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.5
 # Commits and shard deletions at once; each is one small request.
 _COMMIT_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """The answer to a `ReplicaReady` from the cluster: what the scheduler is told instead."""
+
+    event: ReplicaReady | ReplicaFailedToStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +72,10 @@ def work(job: Job, engine_class: str) -> Finished | None:
         ConfigError: no replica could start, because of a key of the configuration.
         HsrayError: the store became unusable, or the plan unreadable.
     """
-    scheduler = _make_scheduler(job)
+    scheduler = open_scheduler(job.ledger, job.plan, job.config.budgets)
     if scheduler is None:
         return None
-    events: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
+    events: queue.SimpleQueue[ClusterEvent | _Admitted] = queue.SimpleQueue()
     spec = replica_spec(job, engine_class)
     if engine_class == SGLANG_ENGINE and not job.config.engine.allow_untested:
         # Each replica checks again, its SGLang's version as well; here it costs no model load.
@@ -89,26 +97,24 @@ def work(job: Job, engine_class: str) -> Finished | None:
     return finished
 
 
-def _make_scheduler(job: Job) -> Scheduler | None:
-    """The scheduler of what is still open, or None. Resolutions hold every extent: they are let go of here."""
-    resolutions = job.ledger.resolutions()
-    accounting = account(job.plan.leases, resolutions)
+def open_scheduler(ledger: Ledger, plan: Plan, budgets: BudgetConfig) -> Scheduler | None:
+    """The scheduler of what is still open in a run, or None if nothing is."""
+    found, accounting = ledger.account(plan.leases)
     if not accounting.open:
         return None
     attempts: dict[int, int] = {}
-    for resolution in resolutions.values():
+    for resolution in found.values():
         for row, count in resolution.attempts.items():
             attempts[row] = max(count, attempts.get(row, 0))
     return Scheduler(
         accounting.open,
-        job.config.budgets,
-        starts=job.ledger.starts(),
+        budgets,
+        starts=ledger.starts(),
         attempts=attempts,
-        total_rows=job.plan.num_prompts,
+        total_rows=plan.num_prompts,
         already_dead=len(accounting.dead),
         already_committed=len(accounting.committed),
         new_attempt_id=lambda: uuid.uuid4().hex[:12],
-        prompt_id_of=lambda row: _prompt_id(job, row),
     )
 
 
@@ -116,7 +122,11 @@ class Driver:
     """Feeds events to the scheduler and performs what it asks for. Owns no decision."""
 
     def __init__(
-        self, job: Job, scheduler: Scheduler, cluster: RayCluster, events: queue.SimpleQueue[ClusterEvent]
+        self,
+        job: Job,
+        scheduler: Scheduler,
+        cluster: RayCluster,
+        events: queue.SimpleQueue[ClusterEvent | _Admitted],
     ) -> None:
         self.job, self.scheduler, self.cluster, self.events = job, scheduler, cluster, events
         self.pool = ThreadPoolExecutor(_COMMIT_THREADS, thread_name_prefix="hsray-commit")
@@ -124,7 +134,7 @@ class Driver:
         self.leases_total = len(job.plan.leases)
 
     def drive(self) -> Finished:
-
+        """Until the scheduler says that it is finished, or an error that no retry mends."""
         start = self.scheduler.progress
         done = start.prompts_committed + start.prompts_dead
         try:
@@ -145,14 +155,20 @@ class Driver:
                 if isinstance(event, RunFailed):
                     raise event.error
                 if isinstance(event, ReplicaReady):
-                    event = self.admit(event)
+                    # The store may be away for minutes; signals and everything else must not wait for it here.
+                    self._submit(self._admit, event)
+                    continue
+                if isinstance(event, _Admitted):
+                    event = event.event
                 for action in self.scheduler.handle(event, time.monotonic()):
                     self.perform(action)
                 display.update(Snapshot(self.scheduler.progress, self.cluster.totals(), self.leases_total))
 
-    def admit(self, event: ReplicaReady) -> ReplicaReady | ReplicaFailedToStart:
-        """Let a replica in if its engine is the one that the run began with; the first one sets it."""
+    def _admit(self, event: ReplicaReady) -> None:
+        self.events.put(_Admitted(self._judge_engine(event)))
 
+    def _judge_engine(self, event: ReplicaReady) -> ReplicaReady | ReplicaFailedToStart:
+        """Let a replica in if its engine is the one that the run began with; the first one sets it."""
         facts = next((f for f in self.cluster.facts() if f.replica == event.replica), None)
         if facts is None:
             return event  # it died since; its death is on the way
@@ -180,7 +196,7 @@ class Driver:
         )
 
     def perform(self, action: Action) -> None:
-
+        """Do what the scheduler asks for, or have it done: nothing here waits for the store."""
         match action:
             case s.SpawnReplica(place, replica):
                 log.info("starting replica %s", replica)
@@ -204,7 +220,6 @@ class Driver:
                 self.finished = action
 
     def _submit(self, function: Callable[[Any], None], argument: Any) -> None:
-
         def guarded() -> None:
             try:
                 function(argument)
@@ -227,11 +242,18 @@ class Driver:
         lease = action.lease
         info = {"attempt": action.attempt, "replica": action.replica, "time": datetime.now(UTC).isoformat()}
         self.job.ledger.record_start(lease.lease_id, action.number, info)
+        crash_point("after_start_record")
         self.cluster.start_lease(action.replica, lease, action.attempt, self.job.plan.refs[lease.root_id])
+        crash_point("after_lease_call")
 
     def _resolve(self, action: Any) -> None:
-
-        standing, ours = self.job.ledger.resolve(action.resolution)
+        resolution = action.resolution
+        if any(not dead.prompt_id for dead in resolution.dead):
+            named = [d if d.prompt_id else replace(d, prompt_id=_prompt_id(self.job, d.row)) for d in resolution.dead]
+            resolution = replace(resolution, dead=tuple(named))
+        crash_point("before_resolution")
+        standing, ours = self.job.ledger.resolve(resolution)
+        crash_point("after_resolution")
         for dead in standing.dead if ours else ():
             log.warning("prompt %s (row %d) is dead: %s", dead.prompt_id, dead.row, dead.message)
         self.events.put(Resolved(standing, ours))
@@ -239,7 +261,6 @@ class Driver:
 
 def replica_spec(job: Job, engine_class: str) -> Any:
     """What every replica of the run is told."""
-
     config = job.config
     replicas = config.cluster.replicas
     per_node = 8 // config.engine.tp_size or 1
@@ -285,7 +306,6 @@ def replica_spec(job: Job, engine_class: str) -> Any:
 
 def _prompt_id(job: Job, row: int) -> str:
     """The id of a prompt no replica reported on (a crash): looked up in the stored plan."""
-
     root = next(lease for lease in job.plan.leases if lease.rows[0] <= row <= lease.rows[-1])
     return read_lease_prompts(job.store, job.plan.refs[root.lease_id], [row])[0].prompt_id
 
@@ -293,7 +313,7 @@ def _prompt_id(job: Job, row: int) -> str:
 class stop_on_signals:
     """SIGTERM and SIGINT ask the scheduler to stop; a second one ends the process at once."""
 
-    def __init__(self, events: queue.SimpleQueue[ClusterEvent]) -> None:
+    def __init__(self, events: queue.SimpleQueue[ClusterEvent | _Admitted]) -> None:
         self._events = events
         self._previous: dict[int, Any] = {}
         self._asked = False
@@ -311,7 +331,6 @@ class stop_on_signals:
             self._previous.setdefault(number, previous)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-
         if self._asked:
             os._exit(int(ExitCode.INTERRUPTED))
         self._asked = True

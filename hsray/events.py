@@ -168,7 +168,10 @@ class CancelLease:
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """Create the lease's record once. Answer: exactly one `Resolved`."""
+    """Create the lease's record once. Answer: exactly one `Resolved`.
+
+    A dead prompt that no replica reported on has no `prompt_id` here; whoever writes the record looks it up.
+    """
 
     resolution: Resolution
 

@@ -13,13 +13,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsray.config import Config, load_config
-from hsray.errors import ConfigError, ExitCode, HsrayError, StoreError
+from hsray.crash_points import crash_point
+from hsray.errors import ConfigError, ExitCode, FingerprintMismatch, HsrayError, StoreError
 from hsray.log import configure_logging
-from hsray.quickstart import BUILTIN_PREFIX, quickstart_config, resolve_builtin
+from hsray.quickstart import quickstart_config
 
 if TYPE_CHECKING:
     from hsray.checkpoint import ModelFacts
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from hsray.store import Store
 
 log = logging.getLogger("hsray.extract")  # also when run as __main__
-
-# SGLang refuses prompts this close to its context length (one generated token and a reserve of its own).
-ENGINE_RESERVED_TOKENS = 7
 
 
 def main(argv: Sequence[str] | None = None, *, engine_class: str = "hsray.engine:SGLangEngine") -> int:
@@ -87,8 +84,8 @@ def run(config: Config, *, engine_class: str = "hsray.engine:SGLangEngine") -> E
         elapsed = time.monotonic() - started
         log.info("exit %d (%s) after %.0f s: %s", code, code.name.lower(), elapsed, detail)
         return code
-    except StoreError:
-        code = None  # a store that does not work takes no note of it either
+    except (StoreError, FingerprintMismatch):
+        code = None  # a store that does not work takes no note of it either, and another run's is not ours to mark
         raise
     except HsrayError as err:
         code, detail = err.exit_code, str(err)
@@ -109,12 +106,13 @@ def prepare(config: Config) -> "Job":
     from hsray.ledger import Ledger
     from hsray.plan import build_plan, check_has_work, delete_plan, fingerprint, load_plan, run_record
     from hsray.prompts import load_tokenizer, read_prompts, tokenizer_fingerprint
+    from hsray.resolve import longest_prompt, resolve_names
     from hsray.schema import bytes_per_token
     from hsray.sites import describe_sites, resolve_sites
     from hsray.store import open_store
 
     check_arguments(config.engine.args)
-    config = _resolve_names(config)
+    config = resolve_names(config)
     facts = read_facts(config.model.path)
     sites = resolve_sites(config.capture.sites, facts.num_layers, config.capture.final)
     per_token = bytes_per_token(len(sites), facts.hidden_size, config.capture.dtype)
@@ -154,7 +152,7 @@ def prepare(config: Config) -> "Job":
             chat_template=config.prompts.chat_template,
         )
         items = read_prompts(
-            config.prompts, tokenizer, vocab_size=facts.vocab_size, max_tokens=_max_tokens(config, facts)
+            config.prompts, tokenizer, vocab_size=facts.vocab_size, max_tokens=longest_prompt(config, facts)
         )
         plan_record = build_plan(
             items,
@@ -176,7 +174,9 @@ def prepare(config: Config) -> "Job":
             plan=plan_record,
             inputs=inputs,
         )
+        crash_point("before_run_record")
         stored = ledger.create_run(proposed)
+        crash_point("after_run_record")
         if stored["run_id"] != proposed["run_id"]:  # another driver was faster; its plan is the run's
             delete_plan(store, plan_record)
             ledger.check_fingerprint(stored, proposed)
@@ -187,41 +187,8 @@ def prepare(config: Config) -> "Job":
     )
     for reason, count in record["reject_reasons"].items():
         _say(f"  rejected {count:,}: {reason}")
+    ledger = Ledger(store, stored["run_id"])
     return Job(config, store, ledger, stored, load_plan(store, record), facts, sites, config.model.path)
-
-
-def _resolve_names(config: Config) -> Config:
-    """Built-in names and relative paths become absolute: replicas have another working directory."""
-
-    def local(path: str) -> str:
-        if path.startswith(BUILTIN_PREFIX):
-            return resolve_builtin(path)
-        return str(Path(path).expanduser().absolute()) if "://" not in path else path
-
-    model = config.model.model_copy(
-        update={
-            "path": local(config.model.path),
-            "tokenizer_path": local(config.model.tokenizer_path) if config.model.tokenizer_path else None,
-        }
-    )
-    prompts = config.prompts.model_copy(update={"path": [local(path) for path in config.prompts.paths]})
-    output = config.output.model_copy(update={"url": local(config.output.url)})
-    return config.model_copy(update={"model": model, "prompts": prompts, "output": output})
-
-
-def _max_tokens(config: Config, facts: "ModelFacts") -> int:
-    """Longest prompt that will be accepted, in tokens."""
-    context = int(config.engine.args.get("context_length") or facts.context_length)
-    pool = int(config.engine.args.get("max_total_tokens") or context)
-    limit = min(context, pool) - ENGINE_RESERVED_TOKENS
-    wanted = config.prompts.max_tokens
-    if wanted is not None and wanted > limit:
-        raise ConfigError(
-            f"prompts.max_tokens: {wanted} is more than the engine takes ({limit}: context length {context}, "
-            f"KV pool {pool}, less {ENGINE_RESERVED_TOKENS}). Lower it, or set engine.args.context_length or "
-            "max_total_tokens"
-        )
-    return wanted or limit
 
 
 def _input_hashes(config: Config, stored: "JsonDict | None") -> "list[JsonDict]":
@@ -264,11 +231,12 @@ def _plan_progress() -> "Callable[[Any], None]":
 
 def _conclude(job: "Job", finished: "Finished | None") -> tuple[ExitCode, str]:
     from hsray.finish import finish_run
-    from hsray.ledger import account
 
     if finished is None or finished.reason == "complete":
-        resolutions = job.ledger.resolutions()
-        summary = finish_run(job.store, job.ledger, job.record, account(job.plan.leases, resolutions), resolutions)
+        found, accounting = job.ledger.account(job.plan.leases)
+        if accounting.open:
+            return ExitCode.INTERRUPTED, "dead prompts were re-opened meanwhile; the same command goes on"
+        summary = finish_run(job.store, job.ledger, job.record, accounting, found)
         code, _ = _judge(job, summary)
         _say(f"Complete: {_describe_summary(summary)}")
         _say(f"  {job.store.url}")
@@ -285,10 +253,9 @@ def _conclude(job: "Job", finished: "Finished | None") -> tuple[ExitCode, str]:
 
 def _summary(job: "Job") -> "RunSummary":
     from hsray.finish import summarize
-    from hsray.ledger import account
 
-    resolutions = job.ledger.resolutions()
-    return summarize(job.record, account(job.plan.leases, resolutions), resolutions)
+    found, accounting = job.ledger.account(job.plan.leases)
+    return summarize(job.record, accounting, found)
 
 
 def _judge(job: "Job", summary: "RunSummary") -> "tuple[ExitCode, RunSummary]":
@@ -301,7 +268,7 @@ def _judge(job: "Job", summary: "RunSummary") -> "tuple[ExitCode, RunSummary]":
 
 
 def _describe_summary(summary: "RunSummary") -> str:
-    from hsray.progress import format_bytes
+    from hsray.units import format_bytes
 
     text = (
         f"{summary.rows:,} rows = {summary.committed:,} committed + {summary.rejected:,} rejected + "

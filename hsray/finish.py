@@ -6,7 +6,7 @@ short by a crash and simply runs again.
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +15,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from hsray.checkpoint import final_norm_weight
+from hsray.crash_points import crash_point
 from hsray.index import write_index
 from hsray.ledger import Accounting, Ledger
-from hsray.records import JsonDict, Resolution
+from hsray.records import JsonDict, ResolutionSummary
 from hsray.schema import CARD_KEY, FINAL_NORM_KEY
 from hsray.store import Store
 
@@ -44,15 +45,10 @@ class RunSummary:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def summarize(run: JsonDict, accounting: Accounting, resolutions: dict[str, Resolution]) -> RunSummary:
+def summarize(run: JsonDict, accounting: Accounting, summaries: Mapping[str, ResolutionSummary]) -> RunSummary:
     """Count the outcomes of a run. Superseded records (none in a healthy run) are left out."""
     plan = run["plan"]
-    shards = [
-        shard
-        for lease_id, resolution in resolutions.items()
-        if lease_id not in accounting.superseded
-        for shard in resolution.shards
-    ]
+    kept = [found for lease_id, found in summaries.items() if lease_id not in accounting.superseded]
     committed, dead = len(accounting.committed), len(accounting.dead)
     return RunSummary(
         rows=plan["num_rows"],
@@ -60,26 +56,39 @@ def summarize(run: JsonDict, accounting: Accounting, resolutions: dict[str, Reso
         rejected=plan["num_rejects"],
         dead=dead,
         left=plan["num_prompts"] - committed - dead,
-        tokens=sum(entry.num_tokens for shard in shards for entry in shard.entries),
-        stored_bytes=sum(shard.nbytes for shard in shards),
-        shards=len(shards),
+        tokens=sum(found.tokens for found in kept),
+        stored_bytes=sum(found.stored_bytes for found in kept),
+        shards=sum(len(found.shards) for found in kept),
         reject_reasons=dict(plan["reject_reasons"]),
         dead_reasons=dict(Counter(d.failure_class for d in accounting.dead.values()).most_common()),
     )
 
 
 def finish_run(
-    store: Store, ledger: Ledger, run: JsonDict, accounting: Accounting, resolutions: dict[str, Resolution]
+    store: Store,
+    ledger: Ledger,
+    run: JsonDict,
+    accounting: Accounting,
+    summaries: Mapping[str, ResolutionSummary],
 ) -> RunSummary:
-    """Write the index, the dataset card and, last, `_SUCCESS`. Every prompt must have its outcome."""
-    summary = summarize(run, accounting, resolutions)
+    """Write the index, the dataset card and, last, `_SUCCESS`. Every prompt must have its outcome.
+
+    Raises:
+        FingerprintMismatch: the prefix is another run's by now.
+    """
+    summary = summarize(run, accounting, summaries)
     if summary.left:
         raise RuntimeError(f"{summary.left} prompts have no outcome; the run is not finished")
-    kept = {k: r for k, r in resolutions.items() if k not in accounting.superseded}
-    write_index(store, kept, [site["name"] for site in run["sites"]])
-    shards = [shard.key for lease_id in sorted(kept) for shard in kept[lease_id].shards]
+    ledger.check_run()
+    crash_point("before_index")
+    kept = sorted(summaries.keys() - accounting.superseded)
+    write_index(store, ledger.stream(kept), [site["name"] for site in run["sites"]])
+    shards = [key for lease_id in kept for key in summaries[lease_id].shards]
     store.put(CARD_KEY, dataset_card(run, summary, store.url, shards).encode())
-    ledger.write_success({**summary.to_json(), "finished": datetime.now(UTC).isoformat(timespec="seconds")})
+    crash_point("before_success")
+    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    ledger.write_success({**summary.to_json(), "generation": accounting.generation, "finished": finished})
+    crash_point("after_success")
     return summary
 
 

@@ -4,6 +4,7 @@ The index is derived from the resolutions alone and can be rebuilt at any time; 
 counts. Everything here works on whole columns, so that a million segments take seconds.
 """
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,73 +19,84 @@ from hsray.records import IndexEntry, Resolution, ShardRecord
 from hsray.schema import INDEX_KEY, TOKEN_COLUMNS, index_schema
 from hsray.store import Store
 
+# Per column: the type code of `array` while it grows.
 _ENTRY_FIELDS = {
-    "row": np.int64,
-    "segment": np.int32,
-    "num_segments": np.int32,
-    "token_start": np.int32,
-    "num_tokens": np.int32,
-    "seq_len": np.int32,
-    "row_group": np.int32,
+    "row": "q",
+    "segment": "i",
+    "num_segments": "i",
+    "token_start": "i",
+    "num_tokens": "i",
+    "seq_len": "i",
+    "row_group": "i",
 }
 
 
 def index_table(shards: Iterable[ShardRecord], site_names: Sequence[str]) -> pa.Table:
     """Table of `schema.index_schema`, sorted by (row, segment), in one chunk.
 
-    The same shards give equal tables, in whatever order they come.
+    The same shards give equal tables, in whatever order they come. They are looked at once, one by one.
 
     Raises:
         HsrayError: two shards hold the same segment, or an entry lacks the extent of a column.
     """
-    ordered = sorted(shards, key=lambda s: s.key)
-    entries = [entry for shard in ordered for entry in shard.entries]
-    codes = np.repeat(np.arange(len(ordered), dtype=np.int32), [len(shard.entries) for shard in ordered])
-    columns: dict[str, Any] = {
-        name: np.fromiter((getattr(entry, name) for entry in entries), dtype, len(entries))
-        for name, dtype in _ENTRY_FIELDS.items()
+    keys: list[str] = []
+    growing = {name: array(code) for name, code in _ENTRY_FIELDS.items()}
+    growing |= {f"{name}_{part}": array("q") for name in (*TOKEN_COLUMNS, *site_names) for part in ("offset", "nbytes")}
+    growing |= {f"{name}_xxh3": array("Q") for name in site_names}
+    shard_numbers = array("i")
+    prompt_ids: list[str] = []
+    for number, shard in enumerate(shards):
+        keys.append(shard.key)
+        for entry in shard.entries:
+            shard_numbers.append(number)
+            prompt_ids.append(entry.prompt_id)
+            for name in _ENTRY_FIELDS:
+                growing[name].append(getattr(entry, name))
+            _append_extents(growing, entry, site_names)
+    columns: dict[str, npt.NDArray[Any]] = {
+        name: np.frombuffer(values, values.typecode) for name, values in growing.items()
     }
-    columns |= _extent_columns(entries, site_names)
-    order = np.lexsort((columns["segment"], columns["row"]))
+    # The shards' order must not show.
+    by_key = sorted(range(len(keys)), key=keys.__getitem__)
+    code_of = np.zeros(len(keys), np.int32)
+    code_of[by_key] = np.arange(len(keys), dtype=np.int32)
+    codes = code_of[np.frombuffer(shard_numbers, np.int32)]
+    order = np.lexsort((codes, columns["segment"], columns["row"]))
     columns = {name: values[order] for name, values in columns.items()}
     codes = codes[order]
     again = (np.diff(columns["row"]) == 0) & (np.diff(columns["segment"]) == 0)
     if again.any():
         at = int(np.flatnonzero(again)[0])
-        one, other = ordered[codes[at]].key, ordered[codes[at + 1]].key
+        one, other = (keys[by_key[codes[i]]] for i in (at, at + 1))
         raise HsrayError(f"row {columns['row'][at]}, segment {columns['segment'][at]} is in {one} and in {other}")
-    keys = pa.array([shard.key for shard in ordered], pa.string())
     arrays = {name: pa.array(values) for name, values in columns.items()}
-    arrays["prompt_id"] = pa.array([entry.prompt_id for entry in entries], pa.string()).take(pa.array(order))
-    arrays["shard"] = pa.DictionaryArray.from_arrays(pa.array(codes), keys)
+    arrays["prompt_id"] = pa.array(prompt_ids, pa.string()).take(pa.array(order))
+    arrays["shard"] = pa.DictionaryArray.from_arrays(pa.array(codes), pa.array([keys[i] for i in by_key], pa.string()))
     schema = index_schema(site_names)
     return pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
 
-def _extent_columns(entries: Sequence[IndexEntry], site_names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    columns: dict[str, npt.NDArray[Any]] = {}
+def _append_extents(columns: Mapping[str, "array[int]"], entry: IndexEntry, site_names: Sequence[str]) -> None:
     for name in (*TOKEN_COLUMNS, *site_names):
-        try:
-            extents = [entry.extents[name] for entry in entries]
-        except KeyError as err:
-            lacking = next(entry for entry in entries if name not in entry.extents)
-            raise HsrayError(f"row {lacking.row} ({lacking.prompt_id}): its record has no extent of {name}") from err
-        columns[f"{name}_offset"] = np.fromiter((x.offset for x in extents), np.int64, len(extents))
-        columns[f"{name}_nbytes"] = np.fromiter((x.nbytes for x in extents), np.int64, len(extents))
+        extent = entry.extents.get(name)
+        if extent is None:
+            raise HsrayError(f"row {entry.row} ({entry.prompt_id}): its record has no extent of {name}")
+        columns[f"{name}_offset"].append(extent.offset)
+        columns[f"{name}_nbytes"].append(extent.nbytes)
         if name not in TOKEN_COLUMNS:
             try:
-                columns[f"{name}_xxh3"] = np.fromiter((int(x.xxh3, 16) for x in extents), np.uint64, len(extents))
+                columns[f"{name}_xxh3"].append(int(extent.xxh3, 16))
             except (ValueError, OverflowError) as err:
                 raise HsrayError(f"a record of {name} holds a malformed xxh3: {err}") from err
-    return columns
 
 
-def write_index(store: Store, resolutions: Mapping[str, Resolution], site_names: Sequence[str]) -> int:
+def write_index(store: Store, resolutions: Iterable[Resolution], site_names: Sequence[str]) -> int:
     """Write `index.parquet` from the shards of `resolutions`, and return its number of rows.
 
-    Pass only records that the lease tree reaches (`ledger.account` names the others).
+    Pass only records that the lease tree reaches (`ledger.account` names the others). They may be a stream: none is
+    kept.
     """
-    table = index_table((shard for record in resolutions.values() for shard in record.shards), site_names)
+    table = index_table((shard for record in resolutions for shard in record.shards), site_names)
     sink = pa.BufferOutputStream()
     # Offsets compress to a third; hashes do not, and a dictionary of them only costs time.
     pq.write_table(table, sink, compression="zstd", use_dictionary=["shard"], row_group_size=1 << 17)

@@ -7,18 +7,32 @@ those records. No clock, lock or time-out decides anything here.
 This module never reads a shard and never decides what a resolution should say.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import TypeVar, get_args
 
 from hsray.errors import FingerprintMismatch, HsrayError
-from hsray.records import DeadPrompt, JsonDict, Lease, Resolution, ResolutionKind
-from hsray.schema import ATTEMPTS_PREFIX, FORMAT_VERSION, LAST_EXIT_KEY, LEASES_PREFIX, RUN_KEY, SUCCESS_KEY
+from hsray.records import DeadPrompt, JsonDict, Lease, Reopened, Resolution, ResolutionKind, ResolutionSummary
+from hsray.schema import (
+    ATTEMPTS_PREFIX,
+    FORMAT_VERSION,
+    LAST_EXIT_KEY,
+    LEASES_PREFIX,
+    RETRIES_PREFIX,
+    RUN_KEY,
+    SUCCESS_KEY,
+)
 from hsray.store import Store, encode_json
 
+R = TypeVar("R", Resolution, ResolutionSummary)
+
 _READ_THREADS = 32
+# Records that are read ahead of whoever takes them: parsing is slower than reading, so without a limit all of them
+# would be in memory.
+_READ_AHEAD = 512
 _LEASE_KEY = re.compile(re.escape(LEASES_PREFIX) + r"([^/]+)\.json")
 _ATTEMPT_KEY = re.compile(re.escape(ATTEMPTS_PREFIX) + r"([^/]+)/(\d+)\.json")
 
@@ -32,19 +46,28 @@ class Accounting:
         dead: row -> why it was given up.
         open: leases without a resolution, in tree order.
         superseded: ids of resolutions that no root lease leads to.
+        generation: of the re-opened prompts that are taken into account.
     """
 
     committed: dict[int, str] = field(default_factory=dict)
     dead: dict[int, DeadPrompt] = field(default_factory=dict)
     open: list[Lease] = field(default_factory=list)
     superseded: frozenset[str] = frozenset()
+    generation: int = 0
 
 
 class Ledger:
-    """The records of one run. Safe to use from several threads, and harmless to use from several drivers."""
+    """The records of one run. Safe to use from several threads, and harmless to use from several drivers.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        run_id: the run that this ledger belongs to, once it is known. Records are then stamped with it, those of
+            another run are refused, and nothing is resolved after the prefix was given to another run. Without it
+            everything at this prefix is taken for one run.
+    """
+
+    def __init__(self, store: Store, run_id: str = "") -> None:
         self._store = store
+        self._run_id = run_id
 
     def read_run(self) -> JsonDict | None:
         """`hsray.json`, or None where no run has begun."""
@@ -90,6 +113,22 @@ class Ledger:
             "Give a new output.url for a new run, or the old inputs to continue this one"
         )
 
+    def check_run(self) -> None:
+        """Make sure that the prefix still holds this ledger's run.
+
+        Raises:
+            FingerprintMismatch: it was removed, or removed and begun anew, while this driver worked.
+        """
+        if not self._run_id:
+            return
+        standing = self.read_run()
+        found = None if standing is None else standing.get("run_id")
+        if found != self._run_id:
+            raise FingerprintMismatch(
+                f"{self._store.locate(RUN_KEY)} is {'gone' if standing is None else f'that of run {found}'}: somebody "
+                f"removed run {self._run_id} while this driver worked on it. Start again"
+            )
+
     def record_start(self, lease_id: str, number: int, info: JsonDict) -> None:
         """Note that attempt `number` (1, 2, ...) at a lease is about to start, so that crash loops end."""
         self._store.put(f"{ATTEMPTS_PREFIX}{lease_id}/{number}.json", encode_json(info))
@@ -110,35 +149,92 @@ class Ledger:
         Returns:
             The resolution that stands, and whether it is the one given here. If not, the shards of the given one
             are garbage.
+
+        Raises:
+            FingerprintMismatch: the prefix is another run's by now.
         """
-        key = f"{LEASES_PREFIX}{resolution.lease_id}.json"
-        result = self._store.create_once(key, resolution.to_json())
+        # Between this look and the put, the run may still be replaced; the stamp shows that to whoever reads it.
+        self.check_run()
+        key = _lease_key(resolution.lease_id)
+        result = self._store.create_once(key, {**resolution.to_json(), "run_id": self._run_id})
         if result.won:
             return resolution, True
-        return self._parse(key, result.record), False
+        return self._parse(key, result.record, Resolution.from_json), False
 
     def resolutions(self) -> dict[str, Resolution]:
-        """All resolutions by lease id: one LIST, then GETs in parallel.
+        """All resolutions by lease id, with every index entry: some 1.7 kB a prompt. `summaries` are small.
 
         Raises:
             HsrayError: a record that is none, naming its key.
         """
-        keys = [info.key for info in self._store.list(LEASES_PREFIX)]
+        return {resolution.lease_id: resolution for resolution in self.stream()}
+
+    def stream(self, lease_ids: Iterable[str] | None = None) -> Iterator[Resolution]:
+        """Resolutions one after the other in bounded memory, all or those of `lease_ids`. Raises as `resolutions`."""
+        return self._read(None if lease_ids is None else map(_lease_key, lease_ids), Resolution.from_json)
+
+    def summaries(self) -> dict[str, ResolutionSummary]:
+        """All resolutions by lease id, without their index entries. Raises as `resolutions`."""
+        return {found.lease_id: found for found in self._read(None, ResolutionSummary.from_json)}
+
+    def reopen(self, rows: Mapping[str, Iterable[int]]) -> Reopened:
+        """Have dead prompts tried again: a new generation. `rows` are dead by the resolution of their lease.
+
+        Two callers at once make two generations; a row of both belongs to the first.
+        """
+        self.check_run()
+        record = {"run_id": self._run_id, "rows": {lease_id: sorted(some) for lease_id, some in rows.items()}}
+        while True:
+            number = self.reopened().generation + 1
+            if self._store.create_once(f"{RETRIES_PREFIX}{number}.json", record).won:
+                return self.reopened()
+
+    def reopened(self) -> Reopened:
+        """The dead prompts that are to be tried again, over all generations."""
+        keys = {info.key for info in self._store.list(RETRIES_PREFIX)}
+        rows: dict[str, tuple[int, frozenset[int]]] = {}
+        number = 0
+        while (key := f"{RETRIES_PREFIX}{number + 1}.json") in keys:
+            number += 1
+            record = self._store.get_json(key)
+            try:
+                for lease_id, some in record["rows"].items():
+                    rows.setdefault(lease_id, (number, frozenset(map(int, some))))
+            except (KeyError, TypeError, ValueError, AttributeError) as err:
+                raise HsrayError(f"{self._store.locate(key)} does not say which prompts to try again: {err!r}") from err
+        return Reopened(number, rows)
+
+    def account(self, roots: Iterable[Lease]) -> tuple[dict[str, ResolutionSummary], Accounting]:
+        """Every resolution, and where every row of the plan stands. Raises as `summaries` and `account` do."""
+        # The generations first: a resolution that is read later may be of one, but none is missed.
+        reopened = self.reopened()
+        found = self.summaries()
+        return found, account(roots, found, reopened)
+
+    def _read(self, keys: Iterable[str] | None, parse: Callable[[JsonDict], R]) -> Iterator[R]:
+        """One LIST, then GETs in parallel."""
+        remaining = iter((info.key for info in self._store.list(LEASES_PREFIX)) if keys is None else keys)
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hsray-ledger") as pool:
-            found = pool.map(lambda key: self._parse(key, self._store.get_json(key)), keys)
-            return {resolution.lease_id: resolution for resolution in found}
+            while batch := list(itertools.islice(remaining, _READ_AHEAD)):
+                yield from pool.map(lambda key: self._parse(key, self._store.get_json(key), parse), batch)
 
     def write_success(self, record: JsonDict) -> None:
-        """Mark the run complete. Written last."""
-        self._store.put(SUCCESS_KEY, encode_json(record))
+        """Mark the run complete. Written last.
+
+        Raises:
+            FingerprintMismatch: the prefix is another run's by now.
+        """
+        self.check_run()
+        self._store.put(SUCCESS_KEY, encode_json({**record, "run_id": self._run_id}))
 
     def is_complete(self) -> bool:
-        """Whether the run has been marked complete."""
+        """Whether this run has been marked complete."""
         try:
-            self._store.head(SUCCESS_KEY)
+            record = self._store.get_json(SUCCESS_KEY)
         except FileNotFoundError:
             return False
-        return True
+        # Dead prompts that were re-opened since are not in it.
+        return self._is_ours(record) and record.get("generation", 0) == self.reopened().generation
 
     def write_last_exit(self, record: JsonDict) -> None:
         """Keep how the last driver ended, for callers that only see 0 or 1 (`ray job submit`)."""
@@ -151,10 +247,14 @@ class Ledger:
         except FileNotFoundError:
             return None
 
-    def _parse(self, key: str, record: JsonDict) -> Resolution:
+    def _is_ours(self, record: JsonDict) -> bool:
+        # Records of the first versions are not stamped.
+        return not self._run_id or record.get("run_id") in (None, "", self._run_id)
+
+    def _parse(self, key: str, record: JsonDict, parse: Callable[[JsonDict], R]) -> R:
         match = _LEASE_KEY.fullmatch(key)
         try:
-            resolution = Resolution.from_json(record)
+            resolution = parse(record)
         except (KeyError, TypeError, ValueError, AttributeError) as err:
             raise HsrayError(
                 f"{self._store.locate(key)} is not a resolution ({type(err).__name__}: {err}). Written by another "
@@ -165,10 +265,24 @@ class Ledger:
                 f"{self._store.locate(key)} is not a resolution (kind {resolution.kind!r}, lease "
                 f"{resolution.lease_id!r}). Remove it to have the lease done again"
             )
+        if not self._is_ours(record):
+            raise FingerprintMismatch(
+                f"{self._store.locate(key)} was written by a driver of another run, {record.get('run_id')}, which was "
+                f"removed from this prefix while that driver worked. Make sure that it has ended, remove this object, "
+                "and start again"
+            )
         return resolution
 
 
-def account(roots: Iterable[Lease], resolutions: Mapping[str, Resolution]) -> Accounting:
+def _lease_key(lease_id: str) -> str:
+    return f"{LEASES_PREFIX}{lease_id}.json"
+
+
+def account(
+    roots: Iterable[Lease],
+    resolutions: Mapping[str, Resolution | ResolutionSummary],
+    reopened: Reopened = Reopened(),  # noqa: B008 - a frozen value
+) -> Accounting:
     """Walk the lease trees and say where every row stands. Pure.
 
     Raises:
@@ -189,26 +303,32 @@ def account(roots: Iterable[Lease], resolutions: Mapping[str, Resolution]) -> Ac
     stack.reverse()
     while stack:
         lease = stack.pop()
-        resolution = resolutions.get(lease.lease_id)
-        if resolution is None:
+        found = resolutions.get(lease.lease_id)
+        if found is None:
             open_.append(lease)
             continue
+        resolution = found.summary() if isinstance(found, Resolution) else found
         if lease.lease_id in visited:
             raise HsrayError(f"lease {lease.lease_id} is in the tree twice")
         visited.add(lease.lease_id)
         _check_outcomes(lease, resolution)
-        committed.update(dict.fromkeys(resolution.committed_rows, lease.lease_id))
-        dead.update((prompt.row, prompt) for prompt in resolution.dead)
+        committed.update(dict.fromkeys(resolution.rows, lease.lease_id))
+        again = reopened.of(lease.lease_id)
+        if foreign := sorted(again - resolution.dead_rows):
+            raise HsrayError(f"rows of lease {lease.lease_id} are to be tried again and are not dead: {foreign[:10]}")
+        dead.update((prompt.row, prompt) for prompt in resolution.dead if prompt.row not in again)
+        if (retried := reopened.child(lease)) is not None:
+            stack.append(retried)
         stack.extend(reversed(resolution.children(lease)))
-    return Accounting(committed, dead, open_, frozenset(set(resolutions) - visited))
+    return Accounting(committed, dead, open_, frozenset(set(resolutions) - visited), reopened.generation)
 
 
-def open_leases(roots: Iterable[Lease], resolutions: Mapping[str, Resolution]) -> list[Lease]:
+def open_leases(roots: Iterable[Lease], resolutions: Mapping[str, Resolution | ResolutionSummary]) -> list[Lease]:
     """The leases still to be done, in tree order. Raises as `account` does."""
     return account(roots, resolutions).open
 
 
-def _check_outcomes(lease: Lease, resolution: Resolution) -> None:
+def _check_outcomes(lease: Lease, resolution: ResolutionSummary) -> None:
     """Every row of a lease has one outcome here or goes to one child; `children` makes the second half true."""
     rows, committed, dead = set(lease.rows), resolution.committed_rows, resolution.dead_rows
     where = f"the resolution of lease {lease.lease_id}"
@@ -218,15 +338,6 @@ def _check_outcomes(lease: Lease, resolution: Resolution) -> None:
         raise HsrayError(f"{where} has rows that are not in that lease: {foreign[:10]}")
     if len(resolution.dead) != len(dead):
         raise HsrayError(f"{where} has a row dead twice")
-    segments: dict[int, list[int]] = {}
-    expected: dict[int, int] = {}
-    for shard in resolution.shards:
-        for entry in shard.entries:
-            segments.setdefault(entry.row, []).append(entry.segment)
-            expected[entry.row] = entry.num_segments
-    for row, found in segments.items():
-        if sorted(found) != list(range(expected[row])):
-            raise HsrayError(f"{where} commits row {row} with segments {sorted(found)} of {expected[row]}")
     if resolution.kind == "dead" and dead != rows:
         raise HsrayError(f"{where} is dead, but some rows have no reason: {sorted(rows - dead)[:10]}")
     if resolution.kind == "split" and (committed or dead or len(rows) < 2):

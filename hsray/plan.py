@@ -2,18 +2,24 @@
 
 A plan is stored once, under `plan/<plan_id>/`, before `hsray.json` names it: replicas read the token ids of a
 lease from there, and a resume reads the list of leases instead of the input files. Planning streams: memory
-does not grow with the number of prompts beyond one lease and 16 bytes a row.
+does not grow with the number of prompts beyond one lease and some 30 bytes a row.
+
+`python -m hsray.plan CONFIG.yaml [key=value ...]` shows what a run would do, without a GPU, Ray or writing anything.
 """
 
+import argparse
 import hashlib
 import io
 import itertools
 import json
+import logging
 import os
+import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,21 +27,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import hsray
-from hsray.config import Config
-from hsray.errors import ConfigError, HsrayError
+from hsray.config import Config, load_config
+from hsray.errors import ConfigError, ExitCode, HsrayError
+from hsray.estimate import LeaseLimits, LeasePacker
+from hsray.log import configure_logging
 from hsray.ranges import ObjectFile
 from hsray.records import JsonDict, Lease, Prompt, Reject
 from hsray.schema import (
     FORMAT_VERSION,
     PLAN_PREFIX,
     REJECTS_PREFIX,
+    bytes_per_token,
     leases_schema,
     plan_schema,
     rejects_schema,
 )
-from hsray.sites import Site
+from hsray.sites import Site, resolve_sites
 from hsray.store import Store
 from hsray.upload import Upload
+
+log = logging.getLogger("hsray.plan")  # also when run as __main__
 
 # Token ids of one plan object, before compression.
 _PLAN_OBJECT_BYTES = 128_000_000
@@ -135,12 +146,12 @@ def build_plan(
     rejects: list[Reject] = []
     reject_keys: list[str] = []
     group: list[Prompt] = []
-    group_bytes = 0
+    packer = LeasePacker(LeaseLimits(bytes_per_token, shard_bytes, max_lease_prompts))
     current: _ParquetObject | None = None
     num_objects = 0
 
     def close_lease() -> None:
-        nonlocal current, num_objects, group_bytes
+        nonlocal current, num_objects
         if not group:
             return
         if current is None:
@@ -152,12 +163,12 @@ def build_plan(
                 "lease_id": f"{len(leases):06d}",
                 "object": current.key,
                 "row_group": row_group,
-                "rows": [p.row for p in group],
-                "num_tokens": [p.num_tokens for p in group],
+                # Arrays take a fifth of what lists of integers do, and there is one entry for every prompt.
+                "rows": np.array([p.row for p in group], np.int64),
+                "num_tokens": np.array([p.num_tokens for p in group], np.int32),
             }
         )
         group.clear()
-        group_bytes = 0
         if current.raw_bytes >= _PLAN_OBJECT_BYTES:
             current.finish()
             current = None
@@ -180,11 +191,9 @@ def build_plan(
                 if len(rejects) >= _REJECTS_PER_OBJECT:
                     close_rejects()
             else:
-                nbytes = item.num_tokens * bytes_per_token
-                if group and (group_bytes + nbytes > shard_bytes or len(group) >= max_lease_prompts):
+                if packer.starts_new(item.num_tokens):
                     close_lease()
                 group.append(item)
-                group_bytes += nbytes
                 counts.prompts += 1
                 counts.tokens += item.num_tokens
                 counts.largest = max(counts.largest, item.num_tokens)
@@ -255,8 +264,12 @@ def read_lease_prompts(store: Store, ref: PlanRef, rows: Sequence[int]) -> list[
     all_rows = columns["row"].to_pylist()
     ids, masks = _split_arrays(columns["input_ids"], np.int32), _split_arrays(columns["loss_mask"], np.uint8)
     names, files, lines = (columns[c].to_pylist() for c in ("prompt_id", "file", "line"))
+    # Runs planned before prompts could be cut lack the column.
+    full = columns["full_tokens"].to_pylist() if "full_tokens" in columns else [None] * len(all_rows)
     prompts = [
-        Prompt(row, names[i], ids[i], masks[i], files[i], lines[i]) for i, row in enumerate(all_rows) if row in wanted
+        Prompt(row, names[i], ids[i], masks[i], files[i], lines[i], full[i])
+        for i, row in enumerate(all_rows)
+        if row in wanted
     ]
     if len(prompts) != len(wanted):
         raise HsrayError(
@@ -286,7 +299,7 @@ def fingerprint(
     """
     options = config.prompts.model_dump(mode="json", exclude={"path", "storage_options", "chat_template"})
     parts = {
-        **{f"prompts.{key}": json.dumps(value) for key, value in options.items()},
+        **{f"prompts.{key}": json.dumps(value, sort_keys=True) for key, value in options.items()},
         **model,
         "model.tokenizer": tokenizer,
         "capture.sites": ",".join(site.name for site in sites),
@@ -346,6 +359,7 @@ def _prompt_table(prompts: Sequence[Prompt]) -> pa.Table:
             pa.array([p.prompt_id for p in prompts], pa.string()),
             pa.array([p.file for p in prompts], pa.string()),
             pa.array([p.line for p in prompts], pa.int64()),
+            pa.array([p.full_tokens for p in prompts], pa.int32()),
             lists([p.input_ids for p in prompts], "input_ids"),
             lists([p.loss_mask for p in prompts], "loss_mask"),
         ],
@@ -374,3 +388,74 @@ def _split_arrays(lists: pa.ListArray, dtype: Any) -> list[np.ndarray[Any, Any]]
     offsets = lists.offsets.to_numpy()
     values = lists.values.to_numpy().astype(dtype, copy=False)
     return [values[a:b] for a, b in itertools.pairwise(offsets)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what a run of a configuration would do. Returns the exit code: 4 if there is nothing to do."""
+    parser = argparse.ArgumentParser(prog="python -m hsray.plan", description="What a run would do. Writes nothing.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example prompts.limit=1000")
+    parser.add_argument("--json", action="store_true", help="print figures for programs")
+    parser.add_argument("--rejects", type=Path, metavar="PATH", help="write rejected rows to a .parquet or .jsonl file")
+    parser.add_argument("--replicas", type=int, help="for the time; default: cluster.replicas, else 1")
+    parser.add_argument("--tokens-per-second", type=float, help="of one replica, for the time")
+    parser.add_argument("--price", type=float, default=0.023, help="USD per GB and month (default: %(default)s)")
+    args = parser.parse_args(argv)
+    configure_logging("warning")
+    try:
+        return int(_show_plan(load_config(args.config, args.overrides), args))
+    except HsrayError as err:
+        log.error("%s", err)
+        log.debug("traceback", exc_info=True)
+        return int(err.exit_code)
+
+
+def _show_plan(config: Config, args: argparse.Namespace) -> ExitCode:
+    from rich.console import Console
+
+    from hsray.checkpoint import read_facts
+    from hsray.estimate import Costs, Estimate, survey, to_json
+    from hsray.plan_report import show_report, write_rejects
+    from hsray.prompts import Tally, load_tokenizer, read_prompts
+    from hsray.resolve import longest_prompt, resolve_names
+
+    config = resolve_names(config)
+    facts = read_facts(config.model.path)
+    sites = resolve_sites(config.capture.sites, facts.num_layers, config.capture.final)
+    limits = LeaseLimits(
+        bytes_per_token(len(sites), facts.hidden_size, config.capture.dtype),
+        config.output.shard_bytes,
+        config.output.max_lease_prompts,
+    )
+    tokenizer = load_tokenizer(
+        config.model.tokenizer_path or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template=config.prompts.chat_template,
+    )
+    tally, estimate = Tally(), Estimate()
+    items = read_prompts(
+        config.prompts,
+        tokenizer,
+        vocab_size=facts.vocab_size,
+        max_tokens=longest_prompt(config, facts),
+        tally=tally,
+    )
+    if args.rejects is not None:
+        items = write_rejects(items, args.rejects)
+    for _ in survey(items, limits, estimate):
+        pass
+    replicas = args.replicas or (config.cluster.replicas if isinstance(config.cluster.replicas, int) else 1)
+    costs = Costs(replicas, args.tokens_per_second, args.price)
+    figures = to_json(estimate, tally, [site.name for site in sites], limits, config.capture.codec, costs)
+    if args.json:
+        print(json.dumps(figures))  # noqa: T201 - the command's output
+    else:
+        show_report(Console(), figures, estimate, tally, tokenizer.decode)
+    if not estimate.lengths:
+        log.error("prompts.path: none of %d rows can be extracted", figures["rows"])
+        return ExitCode.CONFIG
+    return ExitCode.COMPLETE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hsray.cluster import Totals
 from hsray.events import Progress as SchedulerProgress
+from hsray.units import format_bytes, format_seconds
 
 # Rates are means over this window, so that a pause shows and a spike does not.
 _WINDOW_SECONDS = 60.0
@@ -24,23 +25,6 @@ class Snapshot:
     scheduler: SchedulerProgress
     totals: Totals
     leases_total: int
-
-
-def format_bytes(nbytes: float) -> str:
-    """`2.1 GB`: decimal units, as object stores count."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
-
-
-def format_seconds(seconds: float) -> str:
-    """`1h52m`, `3m05s`, `12s`."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
 class RateMeter:

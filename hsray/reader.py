@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from hsray.errors import HsrayError
 from hsray.index import Segments, index_table, read_index
-from hsray.ledger import Ledger, account
+from hsray.ledger import Ledger
 from hsray.plan import load_plan
 from hsray.ranges import RETRY_SECONDS, ByteArray, Range, RangeReader, refuse_after_fork
 from hsray.records import IntArray, JsonDict, MaskArray
@@ -72,6 +72,7 @@ def open_run(url: str, storage_options: Mapping[str, Any] | None = None, *, veri
         raise HsrayError(f"there is no run at {url}: it has no {RUN_KEY}. Give the output.url of an extraction")
     if record["format_version"] != FORMAT_VERSION:
         raise HsrayError(f"{url} has format version {record['format_version']}; this hsray reads {FORMAT_VERSION}")
+    ledger = Ledger(store, record["run_id"])
     complete = ledger.is_complete()
     sites = [site["name"] for site in record["sites"]]
     table = _read_finished(store, sites) if complete else _follow_resolutions(store, ledger, record, sites)
@@ -88,9 +89,8 @@ def _read_finished(store: Store, sites: Sequence[str]) -> pa.Table:
 
 
 def _follow_resolutions(store: Store, ledger: Ledger, record: JsonDict, sites: Sequence[str]) -> pa.Table:
-    resolutions = ledger.resolutions()
-    superseded = account(load_plan(store, record["plan"]).leases, resolutions).superseded
-    standing = [r for lease_id, r in resolutions.items() if lease_id not in superseded]
+    summaries, accounting = ledger.account(load_plan(store, record["plan"]).leases)
+    standing = ledger.stream(sorted(summaries.keys() - accounting.superseded))
     return index_table((shard for resolution in standing for shard in resolution.shards), sites)
 
 

@@ -5,12 +5,14 @@ order, rejects included. Rows are what leases, resolutions and the ledger count;
 name a user sees.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from hsray.errors import HsrayError
 
 IntArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.uint8]
@@ -28,7 +30,8 @@ class Prompt:
         loss_mask: uint8 `[T]`, aligned with `input_ids` and unshifted: 1 where the token itself is
             one the drafter should learn to predict (an assistant token).
         file: the file it came from (URL as the user would write it).
-        line: 1-based line in a text file, 1-based row in a Parquet file.
+        line: 1-based line in a text file, 1-based row in a table.
+        full_tokens: how many tokens the input row had, if `prompts.over_length: truncate` cut it; else None.
     """
 
     row: int
@@ -37,6 +40,7 @@ class Prompt:
     loss_mask: MaskArray
     file: str
     line: int
+    full_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +69,8 @@ class Lease:
     """The unit of work: some prompts of one root lease of the plan.
 
     Attributes:
-        lease_id: `000123` for a root; `.r` (remainder), `.a` and `.b` (bisected halves) are appended.
+        lease_id: `000123` for a root; `.r` (remainder), `.a` and `.b` (bisected halves) and `.g1` (dead prompts
+            that generation 1 of `retry_dead` re-opened) are appended.
         rows: ascending input rows.
         num_tokens: tokens of each of `rows`, same order.
     """
@@ -82,7 +87,7 @@ class Lease:
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 
-    def child(self, suffix: Literal["r", "a", "b"], rows: "set[int] | frozenset[int]") -> "Lease":
+    def child(self, suffix: str, rows: "set[int] | frozenset[int]") -> "Lease":
         """The part of this lease whose rows are in `rows`, under the id `<lease_id>.<suffix>`."""
         kept = [(r, n) for r, n in zip(self.rows, self.num_tokens, strict=True) if r in rows]
         return Lease(f"{self.lease_id}.{suffix}", tuple(r for r, _ in kept), tuple(n for _, n in kept))
@@ -133,11 +138,18 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One immutable Parquet object: its key relative to the run, size, xxh3-64 of all its bytes, contents."""
+    """One immutable Parquet object.
+
+    Attributes:
+        key: relative to the run.
+        nbytes: size of the object.
+        tree_xxh3: xxh3-64 of the object with each site's payload replaced by its own xxh3-64, 8 bytes big-endian.
+            It covers every byte; 16 hex digits.
+    """
 
     key: str
     nbytes: int
-    xxh3: str
+    tree_xxh3: str
     entries: tuple[IndexEntry, ...]
 
     @property
@@ -220,15 +232,40 @@ class Resolution:
 
     def children(self, lease: Lease) -> tuple[Lease, ...]:
         """The open leases that this resolution of `lease` leaves behind."""
-        if self.kind == "split":
-            return lease.halves()
-        left = set(lease.rows) - self.committed_rows - self.dead_rows
-        return (lease.child("r", left),) if left else ()
+        return _children(self.kind, lease, self.committed_rows | self.dead_rows)
+
+    def summary(self) -> "ResolutionSummary":
+        """What accounting needs of it."""
+        entries = [(e.row, e.segment, e.num_segments, e.num_tokens) for s in self.shards for e in s.entries]
+        return ResolutionSummary(
+            kind=self.kind,
+            lease_id=self.lease_id,
+            rows=_whole_rows(self.lease_id, entries),
+            dead=self.dead,
+            attempts=self.attempts,
+            shards=tuple(s.key for s in self.shards),
+            stored_bytes=sum(s.nbytes for s in self.shards),
+            tokens=sum(n for _, _, _, n in entries),
+        )
 
     def to_json(self) -> JsonDict:
-        data = asdict(self)
-        data["attempts"] = {str(row): n for row, n in self.attempts.items()}
-        return data
+        return {
+            "kind": self.kind,
+            "lease_id": self.lease_id,
+            "attempt": self.attempt,
+            "replica": self.replica,
+            "shards": [
+                {
+                    "key": s.key,
+                    "nbytes": s.nbytes,
+                    "tree_xxh3": s.tree_xxh3,
+                    "entries": [_entry_to_json(e) for e in s.entries],
+                }
+                for s in self.shards
+            ],
+            "dead": [asdict(d) for d in self.dead],
+            "attempts": {str(row): n for row, n in self.attempts.items()},
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Resolution":
@@ -237,7 +274,7 @@ class Resolution:
             ShardRecord(
                 key=s["key"],
                 nbytes=s["nbytes"],
-                xxh3=s["xxh3"],
+                tree_xxh3=s["tree_xxh3"],
                 entries=tuple(
                     IndexEntry(**{**e, "extents": {c: Extent(**x) for c, x in e["extents"].items()}})
                     for e in s["entries"]
@@ -254,3 +291,117 @@ class Resolution:
             dead=tuple(DeadPrompt(**d) for d in data["dead"]),
             attempts={int(row): n for row, n in data["attempts"].items()},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """Dead prompts that are to be tried again.
+
+    Attributes:
+        generation: how often that was asked for; 0 for never.
+        rows: by the lease whose resolution gave them up: in which generation they were re-opened, and which rows.
+    """
+
+    generation: int = 0
+    rows: Mapping[str, tuple[int, frozenset[int]]] = field(default_factory=dict)
+
+    def child(self, lease: Lease) -> Lease | None:
+        """The lease that holds what was re-opened of `lease`, if anything was."""
+        generation, rows = self.rows.get(lease.lease_id, (0, frozenset[int]()))
+        return lease.child(f"g{generation}", rows) if rows else None
+
+    def of(self, lease_id: str) -> frozenset[int]:
+        """Rows that are dead by the lease's resolution and re-opened since."""
+        return self.rows.get(lease_id, (0, frozenset[int]()))[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolutionSummary:
+    """A resolution without its index entries: what accounting needs, small enough to keep for a million prompts.
+
+    Attributes:
+        rows: committed rows, ascending, each with all its segments.
+        shards: keys of its shards; `stored_bytes` and `tokens` are theirs together.
+    """
+
+    kind: ResolutionKind
+    lease_id: str
+    rows: tuple[int, ...]
+    dead: tuple[DeadPrompt, ...]
+    attempts: Mapping[int, int]
+    shards: tuple[str, ...]
+    stored_bytes: int
+    tokens: int
+
+    @property
+    def committed_rows(self) -> frozenset[int]:
+        return frozenset(self.rows)
+
+    @property
+    def dead_rows(self) -> frozenset[int]:
+        return frozenset(d.row for d in self.dead)
+
+    def children(self, lease: Lease) -> tuple[Lease, ...]:
+        """As `Resolution.children`."""
+        return _children(self.kind, lease, {*self.rows, *(d.row for d in self.dead)})
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "ResolutionSummary":
+        """From what `Resolution.to_json` made, without building its entries.
+
+        Raises:
+            KeyError, TypeError: a record of another shape.
+            HsrayError: a row of which segments are missing or repeated.
+        """
+        lease_id = data["lease_id"]
+        shards = data["shards"]
+        entries = [(e["row"], e["segment"], e["num_segments"], e["num_tokens"]) for s in shards for e in s["entries"]]
+        return cls(
+            kind=data["kind"],
+            lease_id=lease_id,
+            rows=_whole_rows(lease_id, entries),
+            dead=tuple(DeadPrompt(**d) for d in data["dead"]),
+            attempts={int(row): n for row, n in data["attempts"].items()},
+            shards=tuple(s["key"] for s in shards),
+            stored_bytes=sum(s["nbytes"] for s in shards),
+            tokens=sum(n for _, _, _, n in entries),
+        )
+
+
+def _children(kind: ResolutionKind, lease: Lease, done: Collection[int]) -> tuple[Lease, ...]:
+    if kind == "split":
+        return lease.halves()
+    left = set(lease.rows).difference(done)
+    return (lease.child("r", left),) if left else ()
+
+
+def _whole_rows(lease_id: str, entries: Iterable[tuple[int, int, int, int]]) -> tuple[int, ...]:
+    """The rows of (row, segment, num_segments, num_tokens) entries, after checking that each is whole."""
+    segments: dict[int, list[int]] = {}
+    expected: dict[int, int] = {}
+    for row, segment, num_segments, _ in entries:
+        segments.setdefault(row, []).append(segment)
+        expected[row] = num_segments
+    for row, found in segments.items():
+        if sorted(found) != list(range(expected[row])):
+            raise HsrayError(
+                f"the resolution of lease {lease_id} commits row {row} with segments {sorted(found)} of {expected[row]}"
+            )
+    return tuple(sorted(segments))
+
+
+def _entry_to_json(entry: IndexEntry) -> JsonDict:
+    # By hand: `asdict` takes ten times as long, and the driver does this for every prompt of the run.
+    return {
+        "row": entry.row,
+        "prompt_id": entry.prompt_id,
+        "segment": entry.segment,
+        "num_segments": entry.num_segments,
+        "token_start": entry.token_start,
+        "num_tokens": entry.num_tokens,
+        "seq_len": entry.seq_len,
+        "row_group": entry.row_group,
+        "extents": {
+            column: {"offset": x.offset, "nbytes": x.nbytes, "xxh3": x.xxh3} for column, x in entry.extents.items()
+        },
+    }

@@ -39,6 +39,7 @@ from hsray.channel import (
 )
 from hsray.checkpoint import ModelFacts
 from hsray.config import SpoolConfig
+from hsray.crash_points import crash_point
 from hsray.engine import EngineSpec, PrefillEngine, PrefillResponse, load_named
 from hsray.errors import ConfigError, EngineError, EngineStartError, SelfTestError, SpoolFull
 from hsray.log import configure_file_logging
@@ -200,6 +201,7 @@ class Replica:
         self._oracle = plan_oracle(spec.engine.model_path, spec.facts, spec.sites)
         self.arena = Arena(spec.spool.path, arena_bytes)
         self.admission = Admission(self.arena.nbytes, spec.spool.high_watermark, spec.spool.low_watermark)
+        crash_point("after_arena")
         try:
             address = f"hsray-{os.getpid()}-{uuid.uuid4().hex[:8]}"
             self.channel = ChannelServer(address, self._on_message, self._on_channel_closed)
@@ -228,6 +230,7 @@ class Replica:
             # The constructor's caller gets no object to shut down.
             self.arena.remove()
             raise
+        crash_point("after_self_test")
         log.info("replica %s is ready; self-test passed: %s", replica, "; ".join(self._report.passed))
         for skipped in self._report.skipped:
             log.warning("replica %s: self-test skipped %s", replica, skipped)
@@ -274,6 +277,7 @@ class Replica:
         """
         started = time.monotonic()
         prompts = read_lease_prompts(self.store, plan, lease.rows)
+        crash_point("after_lease_read")
         run = _LeaseRun(lease, attempt, deque(prompts))
         with self._lock:
             self._last_progress = time.monotonic()
@@ -289,6 +293,7 @@ class Replica:
                 # still in the engine gives its slot back when it lands.
                 self._drop(run)
                 self._lock.notify_all()
+        crash_point("before_lease_report")
         return LeaseOutcome(
             lease_id=lease.lease_id,
             attempt=attempt,
@@ -410,6 +415,7 @@ class Replica:
                 dtype=self.spec.dtype,
                 metadata=self.spec.shard_metadata,
             )
+            crash_point("after_shard_upload")
             run.shards.append(record)
         finally:
             with self._lock:

@@ -14,8 +14,6 @@ doubt: it runs one lease at a time, unsuspected ones first, and is given up afte
 deaths in a row.
 """
 
-import bisect
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,10 +44,8 @@ from hsray.events import (
     StopRequested,
     Tick,
 )
+from hsray.lease_queue import LeaseQueue, OpenLease, Tail, plan_order
 from hsray.records import DeadPrompt, Lease, LeaseOutcome, Resolution
-
-NO_CAPACITY_GRACE_SECONDS = 60.0
-"""How long a run waits without any place for replicas before it ends."""
 
 
 @dataclass(slots=True)
@@ -57,6 +53,7 @@ class _Attempt:
     attempt: str
     lease_id: str
     replica: str
+    started: float
     cancelled: bool = False
 
 
@@ -64,9 +61,11 @@ class _Attempt:
 class _Replica:
     name: str
     place: str
+    serial: int
     is_ready: bool = False
     is_draining: bool = False
     running: dict[str, _Attempt] = field(default_factory=dict)
+    last_done: float = 0.0
 
     @property
     def is_usable(self) -> bool:
@@ -81,24 +80,6 @@ class _Place:
     replica: _Replica | None = None
 
 
-@dataclass(slots=True)
-class _OpenLease:
-    """`priority` is the plan order; `avoid` the places where it failed; `uploaded` the shard keys by attempt."""
-
-    lease: Lease
-    priority: tuple[int, str]
-    is_half: bool
-    avoid: set[str] = field(default_factory=set)
-    running: set[str] = field(default_factory=set)
-    uploaded: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    last_failure: str = ""
-    last_replica: str = "driver"
-
-    def note_failure(self, replica: _Replica, message: str) -> None:
-        self.avoid.add(replica.place)
-        self.last_failure, self.last_replica = message, replica.name
-
-
 class Scheduler:
     """The state of one driver's run.
 
@@ -110,7 +91,6 @@ class Scheduler:
         total_rows: planned prompts of the run, finished ones included.
         already_dead, already_committed: prompts finished by earlier drivers.
         new_attempt_id: returns an id that no driver of this run ever used.
-        prompt_id_of: the `prompt_id` of an input row; needed to record a prompt that no replica reported on.
         leases_in_flight: leases per ready replica.
         speculate: run a second copy of the oldest lease on a replica that has nothing else to do.
     """
@@ -126,7 +106,6 @@ class Scheduler:
         already_dead: int,
         already_committed: int,
         new_attempt_id: Callable[[], str],
-        prompt_id_of: Callable[[int], str],
         leases_in_flight: int = 2,
         speculate: bool = True,
     ) -> None:
@@ -134,7 +113,6 @@ class Scheduler:
         self._leases_in_flight = leases_in_flight
         self._speculate_on_idle = speculate
         self._new_attempt_id = new_attempt_id
-        self._prompt_id_of = prompt_id_of
         self._total_rows = total_rows
 
         self._tries = PromptTries(budgets.prompt_attempts, attempts)
@@ -145,11 +123,17 @@ class Scheduler:
         self._abandoned: set[str] = set()
         self._incarnations: dict[str, int] = {}
         self._replicas: dict[str, _Replica] = {}
+        # What `_advance` has to look at, so that an event costs the same with a thousand replicas as with one.
+        self._vacant: dict[str, _Place] = {}  # places without a replica
+        self._draining: set[str] = set()  # replicas
+        self._hungry: dict[str, _Replica] = {}  # replicas that may have room for a lease
         self._attempts: dict[str, _Attempt] = {}  # oldest first
-        self._open: dict[str, _OpenLease] = {}
+        self._open: dict[str, OpenLease] = {}
         self._proposed: set[str] = set()  # leases whose Resolve is not answered yet
-        self._fresh: deque[str] = deque()  # root leases that never ran here, in plan order
-        self._returned: list[tuple[tuple[int, str], str]] = []  # everything else that waits, sorted by priority
+        self._queue = LeaseQueue()
+        self._tail = Tail()
+        self._is_tail = False
+        self._dividing: dict[str, int] = {}  # leases whose split is proposed for their size alone: further divisions
 
         self._actions: list[Action] = []
         self._now = 0.0
@@ -159,11 +143,12 @@ class Scheduler:
         self._last_trouble = ""
         self._ending: tuple[FinishReason, str] | None = None
         self._is_finished = False
+        self._num_spawned = 0
         self._num_resolved = self._num_lost = self._num_retries = self._num_speculations = self._num_deaths = 0
 
-        order: dict[str, int] = {}
+        order = plan_order(leases)
         for lease in leases:
-            self._open_lease(lease, order.setdefault(lease.root_id, len(order)), avoid=())
+            self._open_lease(lease, order[lease.root_id], avoid=())
 
     # What the driver calls.
 
@@ -232,6 +217,7 @@ class Scheduler:
         self._release_drained()
         if self._ending is None:
             self._spawn()
+            self._divide_tail()
             self._fill()
             self._speculate()
             self._watch_capacity()
@@ -242,7 +228,7 @@ class Scheduler:
     def _on_place_found(self, place: str) -> None:
         if place not in self._places and place not in self._abandoned:
             standing = PlaceStanding(self._budgets.replica_deaths)
-            self._places[place] = _Place(place, standing, spawn_at=self._now)
+            self._places[place] = self._vacant[place] = _Place(place, standing, spawn_at=self._now)
 
     def _on_place_gone(self, name: str) -> None:
         self._abandoned.discard(name)
@@ -250,31 +236,41 @@ class Scheduler:
             if place.replica is not None:
                 self._retire(place.replica, "its place is gone")
             del self._places[name]
+            self._vacant.pop(name, None)
 
     def _spawn(self) -> None:
         # Loading a model at the tail of a run for a lease that an idle replica could take helps nobody.
-        num_wanted = len(self._open) - sum(1 for r in self._replicas.values() if not r.is_draining)
-        for place in self._places.values():
-            if num_wanted > 0 and place.replica is None and place.spawn_at <= self._now:
+        num_wanted = len(self._open) - (len(self._replicas) - len(self._draining))
+        due = [place for place in self._vacant.values() if place.spawn_at <= self._now] if num_wanted > 0 else []
+        for place in due:
+            if num_wanted > 0:
                 num_wanted -= 1
+                del self._vacant[place.name]
                 incarnation = self._incarnations.get(place.name, 0) + 1
                 self._incarnations[place.name] = incarnation
-                place.replica = _Replica(f"{place.name}#{incarnation}", place.name)
+                self._num_spawned += 1
+                place.replica = _Replica(f"{place.name}#{incarnation}", place.name, self._num_spawned)
                 self._replicas[place.replica.name] = place.replica
                 self._actions.append(SpawnReplica(place.name, place.replica.name))
 
     def _on_replica_ready(self, name: str) -> None:
         if (replica := self._replicas.get(name)) is not None:
             replica.is_ready = True
+            replica.last_done = self._now
+            if replica.is_usable:
+                self._hungry[name] = replica
             self._was_ever_ready = True
 
     def _on_draining(self, name: str) -> None:
         if (replica := self._replicas.get(name)) is not None:
             replica.is_draining = True
+            self._draining.add(name)
+            self._hungry.pop(name, None)
 
     def _release_drained(self) -> None:
-        for replica in [r for r in self._replicas.values() if r.is_draining and not r.running]:
-            self._retire(replica, "drained")
+        for replica in [self._replicas[name] for name in sorted(self._draining)]:
+            if not replica.running:
+                self._retire(replica, "drained")
 
     def _on_failed_to_start(self, name: str, reason: str, permanent: bool) -> None:
         if (replica := self._replicas.get(name)) is None:
@@ -297,7 +293,7 @@ class Scheduler:
             guilty = [a.lease_id for a in replica.running.values() if self._is_undecided(a)]
             for lease in (self._open[lease_id] for lease_id in guilty):
                 self._counts.crash(lease.lease.lease_id, alone=len(replica.running) == 1)
-                lease.note_failure(replica, reason)
+                lease.note_failure(replica.place, replica.name, reason)
             place.standing.strike(guilty)
         self._forget_replica(replica, reason, blameless=not blame)
         self._abandon_if_spent(place, reason)
@@ -310,8 +306,11 @@ class Scheduler:
         """Take the replica out, and its attempts with it."""
         self._last_trouble = reason
         del self._replicas[replica.name]
+        self._draining.discard(replica.name)
+        self._hungry.pop(replica.name, None)
         place = self._places[replica.place]
         place.replica = None
+        self._vacant[place.name] = place
         # A drained place is usually gone within the pause; one that is not bound to a node is used again.
         pause = MAX_BACKOFF_SECONDS if replica.is_draining else place.standing.backoff_seconds
         place.spawn_at = self._now + pause
@@ -334,6 +333,7 @@ class Scheduler:
         if place.replica is not None:
             self._retire(place.replica, reason)
         del self._places[place.name]
+        self._vacant.pop(place.name, None)
         self._abandoned.add(place.name)
         self._last_trouble = reason
         self._actions.append(AbandonPlace(place.name, reason))
@@ -347,6 +347,7 @@ class Scheduler:
             return
         replica = self._replicas[name]
         self._end_attempt(attempt, replica, blameless=attempt.cancelled or replica.is_draining)
+        self._note_speed(replica, attempt, outcome)
         keys = tuple(shard.key for shard in outcome.shards)
         if keys:
             self._places[replica.place].standing.delivered()
@@ -358,7 +359,15 @@ class Scheduler:
         if attempt.lease_id not in self._proposed and not self._propose_outcome(lease, outcome, replica):
             self._requeue(attempt.lease_id)
 
-    def _propose_outcome(self, lease: _OpenLease, outcome: LeaseOutcome, replica: _Replica) -> bool:
+    def _note_speed(self, replica: _Replica, attempt: _Attempt, outcome: LeaseOutcome) -> None:
+        # Leases of a replica run one after the other: the second begins when the first is done.
+        begun = max(attempt.started, replica.last_done)
+        replica.last_done = self._now
+        if outcome.shards:
+            delivered = sum(entry.num_tokens for shard in outcome.shards for entry in shard.entries)
+            self._tail.observe(delivered, self._now - begun)
+
+    def _propose_outcome(self, lease: OpenLease, outcome: LeaseOutcome, replica: _Replica) -> bool:
         """Turn what was delivered into the lease's record; False if there is nothing to record."""
         rows = lease.lease.rows
         committed = outcome.committed_rows
@@ -373,7 +382,7 @@ class Scheduler:
                 dead.append(DeadPrompt(failure.row, failure.prompt_id, failure.failure_class, failure.message, tries))
             else:
                 may_retry = True
-                lease.note_failure(replica, failure.message)
+                lease.note_failure(replica.place, replica.name, failure.message)
         left = set(rows) - committed - {d.row for d in dead}
         if committed or dead:
             self._num_retries += may_retry
@@ -412,6 +421,8 @@ class Scheduler:
 
     def _end_attempt(self, attempt: _Attempt, replica: _Replica, *, blameless: bool) -> None:
         del self._attempts[attempt.attempt], replica.running[attempt.attempt]
+        if replica.is_usable and replica.name in self._replicas:
+            self._hungry[replica.name] = replica
         if (lease := self._open.get(attempt.lease_id)) is not None:
             lease.running.remove(attempt.attempt)
             if blameless:
@@ -423,14 +434,29 @@ class Scheduler:
     # Leases: open -> queued -> running -> proposed -> resolved.
 
     def _open_lease(self, lease: Lease, order: int, avoid: Collection[str]) -> None:
+        """Open a lease whose past is in its id: a half (of a lease that killed replicas, as far as is known) is a
+        suspect."""
         path = lease.lease_id.split(".")[1:]
-        self._open[lease.lease_id] = _OpenLease(
-            lease, (order, lease.lease_id), is_half="a" in path or "b" in path, avoid=set(avoid)
-        )
+        is_half = "a" in path or "b" in path
+        opened = OpenLease(lease, (order, lease.lease_id), is_half, lease.total_tokens, avoid=set(avoid))
+        self._open[lease.lease_id] = opened
         if not path and self._counts.exhaustion(lease.lease_id) is None:
-            self._fresh.append(lease.lease_id)
+            self._queue.add_fresh(opened)
         else:
-            self._enqueue(self._open[lease.lease_id])
+            self._enqueue(opened)
+
+    def _open_piece(self, lease: Lease, whole: OpenLease, divisions: int) -> None:
+        """Open a half of a lease that was cut for its size: no suspect, unless the whole was one."""
+        piece = OpenLease(
+            lease, (whole.priority[0], lease.lease_id), whole.is_half, lease.total_tokens, avoid=set(whole.avoid)
+        )
+        self._open[lease.lease_id] = piece
+        if self._counts.exhaustion(lease.lease_id) is not None:
+            self._enqueue(piece)
+        elif divisions and len(lease.rows) > 1:
+            self._divide(piece, divisions)
+        else:
+            self._queue.add_piece(piece)
 
     def _requeue(self, lease_id: str) -> None:
         """An attempt ended without a record: try again, unless another copy runs or the budget is spent."""
@@ -439,28 +465,59 @@ class Scheduler:
             self._num_retries += 1
             self._enqueue(lease)
 
-    def _enqueue(self, lease: _OpenLease) -> None:
+    def _enqueue(self, lease: OpenLease) -> None:
         exhausted = self._counts.exhaustion(lease.lease.lease_id)
-        if exhausted is None:
-            bisect.insort(self._returned, (lease.priority, lease.lease.lease_id))
-        else:
+        if exhausted is not None:
             self._condemn(lease, *exhausted)
+        elif divisions := self._late_divisions(lease):
+            self._divide(lease, divisions)
+        else:
+            self._queue.add_returned(lease)
 
-    def _condemn(self, lease: _OpenLease, times: int, why: str) -> None:
+    def _condemn(self, lease: OpenLease, times: int, why: str) -> None:
         """The lease kills replicas: bisect it, or give its only prompt up."""
         rows = lease.lease.rows
-        dead: tuple[DeadPrompt, ...] = ()
-        if len(rows) == 1:
-            message = f"{why}; the last: {lease.last_failure}" if lease.last_failure else why
-            dead = (DeadPrompt(rows[0], self._prompt_id_of(rows[0]), "crash", message, times),)
+        if len(rows) > 1:
+            self._propose_split(lease)
+            return
+        message = f"{why}; the last: {lease.last_failure}" if lease.last_failure else why
         self._propose(
             Resolution(
-                kind="dead" if dead else "split",
+                kind="dead",
                 lease_id=lease.lease.lease_id,
                 attempt=self._new_attempt_id(),
                 replica=lease.last_replica,
-                dead=dead,
-                attempts={} if dead else self._tries.of(rows),
+                dead=(DeadPrompt(rows[0], "", "crash", message, times),),
+            )
+        )
+
+    def _divide_tail(self) -> None:
+        """Once there are no more leases than all replicas can hold, cut the last ones."""
+        num_replicas = len(self._replicas)
+        if self._is_tail or num_replicas < 2 or len(self._queue) > 2 * num_replicas or not self._tail.is_informed:
+            return
+        self._is_tail = True
+        for lease, divisions in self._queue.cut_tail(self._tail, num_replicas):
+            self._divide(lease, divisions)
+
+    def _late_divisions(self, lease: OpenLease) -> int:
+        """How often to halve a lease that comes back near the end."""
+        if not self._is_tail or self._ending is not None or self._suspicion(lease) or len(self._replicas) < 2:
+            return 0
+        return self._tail.divisions(lease, self._queue.tokens + lease.tokens, len(self._replicas))
+
+    def _divide(self, lease: OpenLease, divisions: int) -> None:
+        self._dividing[lease.lease.lease_id] = divisions
+        self._propose_split(lease)
+
+    def _propose_split(self, lease: OpenLease) -> None:
+        self._propose(
+            Resolution(
+                kind="split",
+                lease_id=lease.lease.lease_id,
+                attempt=self._new_attempt_id(),
+                replica=lease.last_replica,
+                attempts=self._tries.of(lease.lease.rows),
             )
         )
 
@@ -489,8 +546,13 @@ class Scheduler:
         self._tries.forget(standing.committed_rows | standing.dead_rows)
         self._tries.adopt(standing.attempts)
         self._counts.forget(standing.lease_id)
+        divisions = self._dividing.pop(standing.lease_id, 0) if standing.kind == "split" else 0
         for child in standing.children(lease.lease):
-            self._open_lease(child, lease.priority[0], lease.avoid)
+            if divisions:
+                self._open_piece(child, lease, divisions - 1)
+            else:
+                self._open_lease(child, lease.priority[0], lease.avoid)
+        self._dividing.pop(standing.lease_id, None)
 
     def _discard(self, keys: Collection[str]) -> None:
         if keys:
@@ -500,15 +562,18 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Give every usable replica its leases, first one each, then the next."""
+        if not self._queue or not self._hungry:
+            return
         num_held = 0
+        hungry = sorted(self._hungry.values(), key=lambda r: r.serial)
         for depth in range(self._leases_in_flight):
-            for replica in [r for r in self._replicas.values() if r.is_usable and len(r.running) == depth]:
+            for replica in [r for r in hungry if len(r.running) == depth]:
                 if replica.running and num_held < self._num_waiting_suspects(replica.place):
                     num_held += 1  # a suspect needs a replica of its own: let this one run dry
                 elif (lease := self._choose(replica)) is not None:
                     self._start(lease, replica)
 
-    def _choose(self, replica: _Replica) -> _OpenLease | None:
+    def _choose(self, replica: _Replica) -> OpenLease | None:
         """Take the next lease for `replica` out of the queue: returned ones before fresh ones, in plan order."""
         waiting = self._waiting(replica.place)
         is_in_doubt = self._places[replica.place].standing.is_in_doubt
@@ -521,19 +586,15 @@ class Scheduler:
             # A place in doubt proves itself on the least suspected lease, so that a death there tells the two
             # apart. Among the halves of a lease that finds the innocent one before the place has to go.
             returned = min(waiting, key=self._suspicion, default=None)
-            if returned is not None and self._suspicion(returned) and self._fresh:
+            if returned is not None and self._suspicion(returned) and self._queue.has_unsuspected:
                 returned = None
         else:
             returned = next(waiting, None)
-        if returned is None:
-            return self._open[self._fresh.popleft()] if self._fresh else None
-        self._returned.remove((returned.priority, returned.lease.lease_id))
-        return returned
+        return self._queue.next_unsuspected() if returned is None else self._queue.take(returned)
 
-    def _waiting(self, place: str) -> Iterator[_OpenLease]:
+    def _waiting(self, place: str) -> Iterator[OpenLease]:
         """Returned leases that may run at `place`: those that failed there only if there is nowhere else."""
-        for _, lease_id in self._returned:
-            lease = self._open[lease_id]
+        for lease in self._queue.returned:
             if place not in lease.avoid or not any(
                 r.is_usable and r.place not in lease.avoid for r in self._replicas.values()
             ):
@@ -542,27 +603,26 @@ class Scheduler:
     def _num_waiting_suspects(self, place: str) -> int:
         return sum(1 for lease in self._waiting(place) if self._suspicion(lease))
 
-    def _suspicion(self, lease: _OpenLease) -> int:
+    def _suspicion(self, lease: OpenLease) -> int:
         """0 for a lease that nothing speaks against; suspects run alone."""
         return self._counts.crashes(lease.lease.lease_id) + lease.is_half
 
-    def _start(self, lease: _OpenLease, replica: _Replica) -> None:
-        attempt = _Attempt(self._new_attempt_id(), lease.lease.lease_id, replica.name)
+    def _start(self, lease: OpenLease, replica: _Replica) -> None:
+        attempt = _Attempt(self._new_attempt_id(), lease.lease.lease_id, replica.name, self._now)
         self._attempts[attempt.attempt] = attempt
         lease.running.add(attempt.attempt)
         replica.running[attempt.attempt] = attempt
+        if len(replica.running) >= self._leases_in_flight:
+            self._hungry.pop(replica.name, None)
         number = self._counts.start(attempt.lease_id)
         self._actions.append(StartLease(replica.name, lease.lease, attempt.attempt, number))
 
     def _speculate(self) -> None:
         """Nothing waits: let idle replicas race the oldest leases, one copy of each."""
-        if not self._speculate_on_idle or self._fresh or self._returned:
+        if not self._speculate_on_idle or self._queue or self._dividing:
             return
-        idle = [
-            r
-            for r in self._replicas.values()
-            if r.is_usable and not r.running and not self._places[r.place].standing.is_in_doubt
-        ]
+        idle = [r for r in self._hungry.values() if not r.running and not self._places[r.place].standing.is_in_doubt]
+        idle.sort(key=lambda r: r.serial)
         for attempt in list(self._attempts.values()) if idle else []:
             if not self._is_undecided(attempt):
                 continue
@@ -594,10 +654,10 @@ class Scheduler:
             return
         if self._no_place_since is None:
             self._no_place_since = self._now
-        # Where the first replicas refused for good, waiting for another place only delays the message.
-        is_hopeless = bool(self._start_refusal) and not self._was_ever_ready
-        if is_hopeless or self._now - self._no_place_since >= NO_CAPACITY_GRACE_SECONDS:
-            trouble = self._start_refusal if is_hopeless else self._last_trouble
+        # Where no replica ever started and each place was given up, waiting for another only delays the message.
+        is_hopeless = not self._was_ever_ready and bool(self._start_refusal or self._abandoned)
+        if is_hopeless or self._now - self._no_place_since >= self._budgets.no_capacity_seconds:
+            trouble = (self._start_refusal if is_hopeless else "") or self._last_trouble
             self._end("no_capacity", "no place left to run a replica" + (f"; the last: {trouble}" if trouble else ""))
 
     def _finish_if_done(self) -> None:

@@ -25,6 +25,7 @@ ENGINE_KEY = "engine.json"
 PLAN_PREFIX = "plan/"
 LEASES_PREFIX = "leases/"
 ATTEMPTS_PREFIX = "attempts/"
+RETRIES_PREFIX = "retries/"
 DATA_PREFIX = "data/"
 REJECTS_PREFIX = "rejects/"
 INDEX_KEY = "index.parquet"
@@ -131,13 +132,17 @@ def index_schema(site_names: Sequence[str]) -> pa.Schema:
 
 
 def plan_schema() -> pa.Schema:
-    """Arrow schema of `plan/<plan_id>/prompts-*.parquet`: one row group per root lease."""
+    """Arrow schema of `plan/<plan_id>/prompts-*.parquet`: one row group per root lease.
+
+    `full_tokens` is set for prompts that were cut: how many tokens the input row had.
+    """
     return pa.schema(
         [
             pa.field("row", pa.int64(), nullable=False),
             pa.field("prompt_id", pa.string(), nullable=False),
             pa.field("file", pa.string(), nullable=False),
             pa.field("line", pa.int64(), nullable=False),
+            pa.field("full_tokens", pa.int32()),
             pa.field("input_ids", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
             pa.field("loss_mask", pa.list_(pa.field("element", pa.uint8(), nullable=False)), nullable=False),
         ]

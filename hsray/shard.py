@@ -1,33 +1,33 @@
 """Prompts and their states -> one Parquet object, uploaded whole.
 
-Promises: nothing is visible under the key before the last byte was accepted; memory is bounded by one
-segment and the upload's parts, whatever the shard's size; the returned record says where every payload
-lies, and the footer proves that each column chunk is one PLAIN page, so that a payload is one contiguous
-run of raw bytes. Knows nothing of leases, replicas or the spool: a state is a buffer.
+Promises: nothing is visible under the key before the last byte was accepted; states go to the store from
+where they are, without a copy, so memory does not grow with them; each of their bytes is read twice, once for
+the page CRC and once for the payload's digest, with the GIL released; the returned record says where every
+payload lies. Knows nothing of leases, replicas or the spool: a state is a buffer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
+from typing_extensions import Buffer
 
+from hsray import __version__
+from hsray.crash_points import crash_point
+from hsray.pages import PageWriter, Values
 from hsray.records import Extent, IndexEntry, IntArray, MaskArray, Prompt, ShardRecord
 from hsray.schema import ITEMSIZE, TOKEN_COLUMNS, segment_tokens, shard_schema
 from hsray.store import Store
-from hsray.upload import Upload
 
-# xxhash holds the GIL: a longer piece would stall the threads that upload.
-_HASH_PIECE_BYTES = 8 << 20
 # A thrift-compact header of one data page without statistics takes at most 35 bytes; two pages need at least 38.
 _MAX_PAGE_HEADER_BYTES = 35
 # Repetition and definition levels of one list: two length prefixes and two short run-length sequences.
 _MAX_LIST_LEVEL_BYTES = 24
 # Only these are worth a footer entry: query engines skip row groups by them.
-_STATISTICS_COLUMNS = ["prompt_id", "row", "seq_len"]
+STATISTICS_COLUMNS = ("prompt_id", "row", "seq_len")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,8 @@ class ShardRow:
     Attributes:
         prompt: the tokens.
         states: for each site, a C-contiguous buffer of `num_tokens * hidden_size * itemsize` bytes:
-            little-endian `[num_tokens, hidden_size]`. It is read in place and not kept.
+            little-endian `[num_tokens, hidden_size]`. It is read in place, until `write_shard` returns, and
+            must not change meanwhile.
     """
 
     prompt: Prompt
@@ -70,13 +71,30 @@ def write_shard(
     views = _checked_states(rows, sites, token_bytes)
     segments = _segments(rows, views, segment_tokens(len(sites), hidden_size, dtype), token_bytes)
 
+    crash_point("before_shard_upload")
+
     def attempt() -> ShardRecord:
+        pages = PageWriter(shard_schema(sites), STATISTICS_COLUMNS)
+        digest = ObjectDigest()
+        entries = []
         with store.upload(key) as upload:
-            sink = _HashingSink(upload)
-            footer, digests = _write_parquet(sink, segments, shard_schema(sites), metadata)
-            entries = tuple(_located(s.entry, footer, token_bytes, d) for s, d in zip(segments, digests, strict=True))
+            for segment in segments:
+                group = pages.row_group(_values(segment))
+                pieces: list[Buffer] = []
+                digests = {}
+                for head, (site, payload) in zip(group.heads, segment.payloads.items(), strict=True):
+                    digests[site] = payload_digest(payload)
+                    digest.update(head)
+                    digest.update_payload(digests[site])
+                    pieces += (head, payload)
+                upload.writelines(pieces)
+                entries.append(_located(segment.entry, group.extents, digests))
+            footer = pages.footer(metadata, f"hsray version {__version__}")
+            digest.update(footer)
+            upload.write(footer)
+            crash_point("before_shard_completion")
             upload.complete()
-        return ShardRecord(key=key, nbytes=sink.nbytes, xxh3=hex_digest(sink.hash.intdigest()), entries=entries)
+        return ShardRecord(key=key, nbytes=pages.nbytes, tree_xxh3=digest.hexdigest(), entries=tuple(entries))
 
     # A long upload cannot be resumed, but the states are still here: begin again, with the store's patience.
     return store.retrying("upload", key, attempt)
@@ -84,9 +102,9 @@ def write_shard(
 
 def payload_digest(payload: memoryview) -> int:
     """xxh3-64 of a C-contiguous buffer."""
+    # Not by the one-shot function, which holds the GIL in xxhash 3.
     digest = xxhash.xxh3_64()
-    for piece in pieces(payload.cast("B")):
-        digest.update(piece)
+    digest.update(payload)
     return digest.intdigest()
 
 
@@ -95,10 +113,25 @@ def hex_digest(digest: int) -> str:
     return f"{digest:016x}"
 
 
-def pieces(payload: memoryview) -> Iterator[memoryview]:
-    """`payload` (bytes) cut into what one hash update may take while it holds the GIL."""
-    for start in range(0, payload.nbytes, _HASH_PIECE_BYTES):
-        yield payload[start : start + _HASH_PIECE_BYTES]
+class ObjectDigest:
+    """`ShardRecord.tree_xxh3`: xxh3-64 of an object in which each payload is replaced by its own xxh3-64.
+
+    It covers every byte of the object, and reads a payload no second time. Fed in the order of the object.
+    """
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def update(self, data: Buffer) -> None:
+        """Bytes of the object that belong to no payload of a site."""
+        self._digest.update(data)
+
+    def update_payload(self, digest: int) -> None:
+        """A payload of a site, by its xxh3-64: eight bytes, the most significant first."""
+        self._digest.update(digest.to_bytes(8, "big"))
+
+    def hexdigest(self) -> str:
+        return hex_digest(self._digest.intdigest())
 
 
 def column_extents(
@@ -151,37 +184,6 @@ class _Segment:
     input_ids: IntArray
     loss_mask: MaskArray
     payloads: Mapping[str, memoryview]
-
-
-class _HashingSink:
-    """The file that pyarrow writes to: counts and hashes on the way to the upload."""
-
-    def __init__(self, upload: Upload) -> None:
-        self.hash = xxhash.xxh3_64()
-        self.nbytes = 0
-        self.closed = False
-        self._upload: Upload | None = upload
-
-    def write(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        # Detached while it may fail: pyarrow tries to write a footer before it lets an error through.
-        upload, self._upload = self._upload, None
-        if upload is not None:
-            for piece in pieces(view):
-                self.hash.update(piece)
-            upload.write(view)
-            self._upload = upload
-        self.nbytes += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.nbytes
-
-    def flush(self) -> None:
-        """Nothing to do: parts go out when they are full."""
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def _checked_states(rows: Sequence[ShardRow], sites: Sequence[str], token_bytes: int) -> list[dict[str, memoryview]]:
@@ -249,64 +251,29 @@ def _as_bytes(state: memoryview | np.ndarray[Any, Any], name: str) -> memoryview
     return state.cast("B")
 
 
-def _write_parquet(
-    sink: _HashingSink, segments: Sequence[_Segment], schema: pa.Schema, metadata: Mapping[str, str]
-) -> tuple[pq.FileMetaData, list[dict[str, int]]]:
-    """Returns the footer, and for every segment the digest of each site's payload."""
-    footers: list[pq.FileMetaData] = []
-    digests = []
-    writer = pq.ParquetWriter(
-        sink,
-        schema,
-        compression="none",
-        use_dictionary=False,
-        write_statistics=_STATISTICS_COLUMNS,
-        write_page_checksum=True,
-        # How full a page is gets looked at once per batch of values; with the default of 1024 a page could
-        # grow past an int32.
-        write_batch_size=1,
-        store_schema=False,
-        metadata_collector=footers,
-    )
-    try:
-        # With store_schema=False pyarrow leaves the metadata of the schema out.
-        writer.add_key_value_metadata(dict(metadata))
-        for segment in segments:
-            digests.append({site: payload_digest(payload) for site, payload in segment.payloads.items()})
-            writer.write_table(_table(segment, schema))
-        writer.close()
-    except BaseException:
-        # An open writer closes itself when it is collected, and complains then.
-        writer.is_open = False
-        raise
-    return footers[0], digests
-
-
-def _table(segment: _Segment, schema: pa.Schema) -> pa.Table:
-    """One row; the payloads are not copied."""
+def _values(segment: _Segment) -> Values:
+    """One row of the file, by column."""
     entry = segment.entry
-    columns = []
-    for field in schema:
-        if field.name in segment.payloads:
-            payload = segment.payloads[field.name]
-            offsets = np.array([0, payload.nbytes], np.int32)
-            buffers = [None, pa.py_buffer(offsets), pa.py_buffer(payload)]
-            columns.append(pa.Array.from_buffers(field.type, 1, buffers))
-        elif field.name in TOKEN_COLUMNS:
-            values = segment.input_ids if field.name == "input_ids" else segment.loss_mask
-            offsets = pa.array(np.array([0, len(values)], np.int32))
-            columns.append(pa.ListArray.from_arrays(offsets, pa.array(values), type=field.type))
-        else:
-            columns.append(pa.array([getattr(entry, field.name)], field.type))
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _located(entry: IndexEntry, footer: pq.FileMetaData, token_bytes: int, digests: Mapping[str, int]) -> IndexEntry:
-    """`entry` with its extents."""
-    nbytes = dict.fromkeys(digests, entry.num_tokens * token_bytes)
-    places = column_extents(footer, entry.row_group, entry.num_tokens, nbytes)
-    extents = {
-        column: Extent(offset, size, hex_digest(digests[column]) if column in digests else "")
-        for column, (offset, size) in places.items()
+    return {
+        "prompt_id": entry.prompt_id,
+        "row": entry.row,
+        "segment": entry.segment,
+        "num_segments": entry.num_segments,
+        "token_start": entry.token_start,
+        "num_tokens": entry.num_tokens,
+        "seq_len": entry.seq_len,
+        "input_ids": segment.input_ids,
+        "loss_mask": segment.loss_mask,
+        **segment.payloads,
     }
-    return replace(entry, extents=extents)
+
+
+def _located(entry: IndexEntry, extents: Mapping[str, tuple[int, int]], digests: Mapping[str, int]) -> IndexEntry:
+    """`entry` with its extents."""
+    return replace(
+        entry,
+        extents={
+            column: Extent(offset, nbytes, hex_digest(digests[column]) if column in digests else "")
+            for column, (offset, nbytes) in extents.items()
+        },
+    )

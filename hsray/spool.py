@@ -31,6 +31,7 @@ _MARK = b"hsray arena\n"
 _NAME = re.compile(r"(\.new-)?[0-9a-f]{16}")
 _NEW_PREFIX = ".new-"
 _ABANDONED_NEW_SECONDS = 3600.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 # Slots start on a page: a D2H copy never shares a page with another prompt's.
 ALIGNMENT = 4096
 
@@ -158,7 +159,9 @@ class Arena:
             staging.rename(self.directory)
         except OSError as err:
             shutil.rmtree(staging, ignore_errors=True)
-            raise ConfigError(f"spool.path: cannot make a folder in {root}: {err.strerror}") from err
+            # Without room it may be another replica's arena that is about to be refused, or a dead one's.
+            kind = SpoolFull if err.errno in _NO_ROOM else ConfigError
+            raise kind(f"spool.path: cannot make a folder in {root}: {err.strerror}") from err
         self.path = self.directory / ARENA_NAME
         file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -166,7 +169,7 @@ class Arena:
             self._map = mmap.mmap(file, nbytes)
         except OSError as err:
             self.remove()
-            if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            if err.errno in _NO_ROOM:
                 free = shutil.disk_usage(root).free
                 raise SpoolFull(
                     f"spool.bytes: {nbytes:,} bytes do not fit into {root}, which has {free:,} free: "

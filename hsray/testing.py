@@ -23,6 +23,7 @@ import numpy as np
 
 from hsray.capture.settings import CaptureSettings
 from hsray.channel import LAYER_LAYOUT, RUN_LAYOUT, TEST_LAYOUT, Captured, ChannelClient, Hello, RequestId
+from hsray.crash_points import crash_point
 from hsray.engine import EngineSpec, PrefillResponse
 from hsray.errors import StoreUnavailable, StoreUnusable
 from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
@@ -173,7 +174,7 @@ class FakeEngine:
     """
 
     def __init__(self, spec: EngineSpec, capture: CaptureSettings) -> None:
-        self.behaviour = FakeBehaviour(**{k: v for k, v in spec.args.items() if k != "device"})
+        self.behaviour = FakeBehaviour(**{k: v for k, v in spec.args.items() if k not in ("device", "tp_size")})
         self.capture = capture
         self.max_prompt_tokens = self.behaviour.max_prompt_tokens
         self.num_leaders = 1
@@ -224,7 +225,11 @@ class FakeEngine:
             self._map[start : start + states.nbytes] = states.tobytes()
             norms.append(float(np.linalg.norm(states.astype(np.float32), axis=1).mean()))
         crc = zlib.crc32(np.asarray(input_ids, "<i4").tobytes())
+        if not is_test:
+            crash_point("before_captured")
         self._channel.send(Captured(rid, len(input_ids), crc, 0, tuple(norms), bad))
+        if not is_test:
+            crash_point("after_captured")
         return PrefillResponse(len(input_ids), (0,) * max_new_tokens)
 
     def shutdown(self) -> None:

@@ -154,5 +154,6 @@ def _content_length(head: bytes) -> int:
 def _error_answer(fault: Fault, line: str) -> bytes:
     body = b"" if line.startswith("HEAD ") else f"<Error><Code>{fault.code}</Code></Error>".encode()
     return (
-        f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: application/xml\r\n"
+        f'ETag: "injected"\r\nContent-Length: {len(body)}\r\n\r\n'
     ).encode() + body

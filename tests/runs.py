@@ -95,7 +95,13 @@ class Run:
 
     def wait_for_resolutions(self, count: int, timeout: float = 180) -> None:
         store = self.store()
-        wait_until(lambda: sum(1 for _ in store.list("leases/")) >= count, timeout, lambda: self.log())
+
+        def is_there() -> bool:
+            if all(process.poll() is not None for process in self.started):
+                raise AssertionError(f"the driver has ended:\n{self.log()}")
+            return sum(1 for _ in store.list("leases/")) >= count
+
+        wait_until(is_there, timeout, lambda: self.log())
 
     def processes(self, pattern: str) -> list[int]:
         """Pids of processes of this run's drivers whose command line or name holds `pattern`."""

@@ -149,6 +149,11 @@ def open_uploads(server: Seaweed) -> list[str]:
     return [upload["Key"] for upload in listed.get("Uploads", [])]
 
 
+def begin_upload(server: Seaweed, key: str) -> None:
+    """A multipart upload that nobody completes."""
+    _s3_api(server).create_multipart_upload(Bucket=server.bucket, Key=key)
+
+
 def abort_uploads(server: Seaweed) -> None:
     """Remove the uploads that a test left open on purpose."""
     api = _s3_api(server)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsray.finish import finish_run
-from hsray.ledger import Ledger, account
+from hsray.ledger import Ledger
 from hsray.plan import build_plan, load_plan, read_lease_prompts
 from hsray.records import DeadPrompt, JsonDict, Prompt, Reject, Resolution
 from hsray.schema import bytes_per_token, shard_metadata
@@ -49,8 +49,8 @@ class SmallRun:
 
     def finish(self) -> None:
         plan = load_plan(self.store, self.record["plan"])
-        resolutions = self.ledger.resolutions()
-        finish_run(self.store, self.ledger, self.record, account(plan.leases, resolutions), resolutions)
+        found, accounting = self.ledger.account(plan.leases)
+        finish_run(self.store, self.ledger, self.record, accounting, found)
 
     def resolution(self, lease_id: str) -> JsonDict:
         record: JsonDict = self.store.get_json(f"leases/{lease_id}.json")

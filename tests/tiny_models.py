@@ -1,5 +1,7 @@
 """Tiny random models of every family hsray was tested on, with a tokenizer, and their reference hidden states.
 
+One of them, gemma3, is here because SGLang captures it wrongly (hsray/capture/tested.py).
+
 A directory made here looks to SGLang and transformers like a released checkpoint: config.json, float32
 safetensors, a byte-level BPE tokenizer of 512 entries with a ChatML template. The weights are random but not
 degenerate: norms are not one, biases are not zero, attention is neither flat nor one-hot, routers disagree, so
@@ -21,7 +23,21 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k25")
+KINDS = (
+    "llama",
+    "mistral",
+    "ministral3",
+    "phi3",
+    "arcee",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v3",
+    "kimi_k25",
+    "gemma3",
+)
 
 VOCAB_SIZE = 512
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -152,6 +168,15 @@ def _random_model(kind: str, *, seed: int, hidden_size: int, num_layers: int) ->
     config: transformers.PretrainedConfig
     if kind == "llama":
         config = transformers.LlamaConfig(**sizes)
+    elif kind == "mistral":
+        # SGLang's Mistral attends to everything, as the released ones since 0.2 do.
+        config = transformers.MistralConfig(**sizes, sliding_window=None)
+    elif kind == "ministral3":
+        config = transformers.Ministral3Config(**sizes)
+    elif kind == "phi3":
+        config = transformers.Phi3Config(**sizes)
+    elif kind == "arcee":
+        config = transformers.ArceeConfig(**sizes)
     elif kind == "qwen2":
         # Qwen2 has no head size of its own, and SGLang on the CPU computes it from these two.
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden_size // 4}
@@ -160,6 +185,11 @@ def _random_model(kind: str, *, seed: int, hidden_size: int, num_layers: int) ->
         config = transformers.Qwen3Config(**sizes)
     elif kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**sizes, **routed, num_experts=8, decoder_sparse_step=1)
+    elif kind == "glm4":
+        config = transformers.Glm4Config(**sizes)
+    elif kind == "gemma3":
+        # SGLang ties Gemma's output projection to the embedding whatever config.json says.
+        config = transformers.Gemma3TextConfig(**{**sizes, "tie_word_embeddings": True}, query_pre_attn_scalar=64)
     elif kind == "glm4_moe":
         config = transformers.Glm4MoeConfig(
             **sizes, **routed, **shared, n_group=1, topk_group=1, partial_rotary_factor=0.5, use_qk_norm=True

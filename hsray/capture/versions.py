@@ -99,7 +99,8 @@ def deliver_states(owner: Any, hidden_size: int) -> None:
         output = body_forward(*args, **kwargs)
         postnorm, aux = output if isinstance(output, tuple) else (output, [])
         if isinstance(aux, torch.Tensor):
-            aux = aux.view(*aux.shape[:-1], -1, hidden_size).unbind(-2)
+            # Not -1: an idle data-parallel rank runs with no rows.
+            aux = aux.view(*aux.shape[:-1], aux.shape[-1] // hidden_size, hidden_size).unbind(-2)
         return postnorm, [*aux, seen.pop() if seen else torch.full_like(postnorm, torch.nan)]
 
     final_norm(owner).register_forward_hook(after_final_norm)

@@ -21,6 +21,7 @@ import torch
 
 from hsray.capture.settings import CaptureSettings
 from hsray.channel import RUN_LAYOUT, Captured, CaptureFailed, CaptureStats, ChannelClient, RequestId
+from hsray.crash_points import crash_point
 
 log = logging.getLogger(__name__)
 
@@ -265,6 +266,8 @@ class StateWriter:
             if progress.left == 0:
                 del self._progress[span.rid]
                 total = span.request.num_tokens
+                if span.request.layout == RUN_LAYOUT:
+                    crash_point("before_captured")
                 self.channel.send(
                     Captured(
                         rid=span.rid,

@@ -24,7 +24,10 @@ _BLOCK_BYTES = 1 << 20
 # Compressed input is fed in smaller pieces, because one piece may expand a thousandfold.
 _COMPRESSED_BLOCK_BYTES = 1 << 16
 _COMPRESSIONS = (".gz", ".zst")
-_FORMATS = (".jsonl", ".json", ".parquet")
+_TABLES = (".parquet", ".arrow")
+_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", *_TABLES)
+# What `datasets` saves beside its .arrow files.
+_SAVED_DATASET = frozenset({"state.json", "dataset_info.json", "dataset_dict.json"})
 _LOCAL = ("file", "local")
 
 
@@ -45,7 +48,7 @@ class InputFile:
 
     @property
     def format(self) -> str:
-        """`.jsonl`, `.json` or `.parquet`."""
+        """`.jsonl`, `.json`, `.csv`, `.tsv`, `.txt`, `.parquet` or `.arrow`."""
         return _suffixes(self.url)[0]
 
     @property
@@ -62,12 +65,13 @@ def input_files(config: PromptsConfig) -> list[InputFile]:
     """The files of `prompts.path`, in input order.
 
     Paths keep their order. A directory stands for all files below it, a glob for the files it matches, both
-    sorted by name. Hidden and marker files are skipped there: `*.crc`, and whatever has a `.` or `_` in front of
-    its name or of the name of a folder on the way. A path written out is always taken.
+    sorted by name. Hidden and marker files are skipped there: `*.crc`, whatever has a `.` or `_` in front of its
+    name or of the name of a folder on the way, and the descriptions in a folder that `datasets` saved. A path
+    written out is always taken.
 
     Raises:
         ConfigError: a path that does not exist or cannot be listed, a glob without a match, a directory
-            without files, a file whose suffix is not known.
+            without files, a file whose suffix is not known, text files among others (they may be notes).
     """
     found: list[InputFile] = []
     for path in config.paths:
@@ -184,15 +188,26 @@ def _expand(path: str, storage_options: Mapping[str, Any]) -> list[InputFile]:
             raise ConfigError(f"prompts.path: {path} does not exist")
 
     root = name if info is not None else re.split(r"[*?\[]", name, maxsplit=1)[0].rpartition("/")[0]
+    saved = any(match.endswith(".arrow") for match in matches)
     files = [
         _checked(_spelled(path, fs, match), found, path)
         for match, found in sorted(matches.items())
-        if found["type"] != "directory" and not _is_marker(match[len(root) :])
+        if found["type"] != "directory" and not _is_marker(match[len(root) :]) and not (saved and _describes(match))
     ]
     if not files:
         what = "is a directory without prompt files" if info is not None else "matches no file"
         raise ConfigError(f"prompts.path: {path} {what} (names that start with . or _ and *.crc do not count)")
+    notes = [file.url for file in files if file.format == ".txt"]
+    if notes and len(notes) < len(files):
+        raise ConfigError(
+            f"prompts.path: {path} holds {notes[0]} beside files of other kinds; each of its lines would be a prompt. "
+            "Name the files you mean, as in dir/*.jsonl"
+        )
     return files
+
+
+def _describes(name: str) -> bool:
+    return PurePosixPath(name).name in _SAVED_DATASET
 
 
 def _is_marker(name: str) -> bool:
@@ -201,11 +216,11 @@ def _is_marker(name: str) -> bool:
 
 def _checked(url: str, info: Mapping[str, Any], path: str) -> InputFile:
     file = InputFile(url, info.get("size"), _modified(info))
-    if file.format not in _FORMATS or (file.format == ".parquet" and file.compression):
+    if file.format not in _FORMATS or (file.format in _TABLES and file.compression):
         place = "" if url == path else f" (found by {path}; name the files you mean, as in dir/*.jsonl)"
         raise ConfigError(
-            f"prompts.path: {url} is no prompt file: known are .jsonl and .json, each also with .gz or .zst, "
-            f"and .parquet{place}"
+            f"prompts.path: {url} is no prompt file: known are .jsonl, .json, .csv, .tsv and .txt, each also with .gz "
+            f"or .zst, and .parquet and .arrow{place}"
         )
     return file
 

@@ -13,7 +13,8 @@ from hsray.log import configure_logging
 from hsray.verify import verify_run
 
 
-def _parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """`--storage-option name=value ...` as `storage_options`. Raises ConfigError."""
     options = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = verify_run(
             args.url,
-            _parse_options(args.storage_option),
+            parse_options(args.storage_option),
             full=args.full,
             parity=args.parity,
             model_path=args.model,

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from hsray.errors import HsrayError, StoreError
 from hsray.index import index_table, read_index
+from hsray.ledger import Ledger
 from hsray.plan import Plan, load_plan
 from hsray.records import JsonDict, Lease, Resolution, ResolutionKind
 from hsray.schema import FORMAT_VERSION, INDEX_KEY, ITEMSIZE, LEASES_PREFIX, RUN_KEY, SUCCESS_KEY
@@ -87,6 +88,7 @@ class RecordAudit:
         self.plan = plan
         self.report = report
         self.sites = [site["name"] for site in record["sites"]]
+        self.run_id: str = record["run_id"]
         self.standing: dict[str, list[Resolution]] = {}
 
     def run(self) -> None:
@@ -106,9 +108,12 @@ class RecordAudit:
             self.report.count("resolutions")
             lease_id = key.removeprefix(LEASES_PREFIX).removesuffix(".json")
             try:
-                resolution = Resolution.from_json(json.loads(self.store.get(key)))
+                stored = json.loads(self.store.get(key))
+                resolution = Resolution.from_json(stored)
                 if resolution.lease_id != lease_id or resolution.kind not in get_args(ResolutionKind):
                     raise ValueError(f"it is a {resolution.kind} of lease {resolution.lease_id}")
+                if stored.get("run_id", "") not in ("", self.run_id):
+                    raise ValueError(f"it is of another run, {stored['run_id']}")
             except (KeyError, TypeError, ValueError, AttributeError) as err:
                 self.report.add("resolutions", f"cannot be understood: {err!r}", key=key)
                 return None
@@ -120,6 +125,7 @@ class RecordAudit:
 
     def _walk(self, resolutions: Mapping[str, Resolution]) -> tuple[int, int, int]:
         """Follow the lease tree. Returns the numbers of committed, dead and open rows."""
+        reopened = Ledger(self.store, self.run_id).reopened()
         outcome: dict[int, str] = {}
         numbers: Counter[str] = Counter()
         reached: set[str] = set()
@@ -132,7 +138,9 @@ class RecordAudit:
                 continue
             reached.add(lease.lease_id)
             self.standing.setdefault(lease.root_id, []).append(resolution)
-            self._check_claims(lease, resolution, outcome, numbers)
+            self._check_claims(lease, resolution, reopened.of(lease.lease_id), outcome, numbers)
+            if (retried := reopened.child(lease)) is not None:
+                leases.append(retried)
             try:
                 leases += reversed(resolution.children(lease))
             except ValueError as err:
@@ -142,10 +150,15 @@ class RecordAudit:
         return numbers["committed"], numbers["dead"], numbers["open"]
 
     def _check_claims(
-        self, lease: Lease, resolution: Resolution, outcome: dict[int, str], numbers: Counter[str]
+        self,
+        lease: Lease,
+        resolution: Resolution,
+        again: frozenset[int],
+        outcome: dict[int, str],
+        numbers: Counter[str],
     ) -> None:
         claims = [(row, "committed", f"shard {shard.key}") for shard in resolution.shards for row in shard.rows]
-        claims += [(dead.row, "dead", "its list of dead prompts") for dead in resolution.dead]
+        claims += [(dead.row, "dead", "its list of dead prompts") for dead in resolution.dead if dead.row not in again]
         for row, kind, where in claims:
             if row in outcome:
                 self._resolution_problem(lease, f"{kind} by {where}, but it has an outcome in {outcome[row]}", row)

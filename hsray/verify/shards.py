@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from hsray.errors import HsrayError, StoreError
 from hsray.plan import Plan, read_lease_prompts
@@ -25,7 +24,7 @@ from hsray.schema import (
     segment_tokens,
     shard_schema,
 )
-from hsray.shard import column_extents, hex_digest, payload_digest, pieces
+from hsray.shard import ObjectDigest, column_extents, hex_digest, payload_digest
 from hsray.store import Store
 from hsray.verify.report import Report
 
@@ -35,6 +34,8 @@ log = logging.getLogger(__name__)
 _THREADS = 8
 # Row groups are read together up to this size when every byte is read.
 _REGION_BYTES = 32 << 20
+# Values are looked at in pieces: of each, numpy makes two arrays.
+_PIECE_BYTES = 8 << 20
 _SCALAR_COLUMNS = ("prompt_id", "row", "segment", "num_segments", "token_start", "num_tokens", "seq_len")
 # Unsigned view of a value, and the bits of its exponent: all set means NaN or infinity.
 _EXPONENTS: dict[str, tuple[str, int]] = {
@@ -221,37 +222,42 @@ class ShardAudit:
 
     def _check_bytes(self, shard: ShardRecord) -> None:
         """Every byte of a shard, in order: its hash, those of its payloads, and that values are finite."""
-        whole = xxhash.xxh3_64()
+        whole = ObjectDigest()
         for start, stop, entries in _regions(shard):
             data = self.ranges.read([[Range(shard.key, start, stop - start)]])[0]
-            for piece in pieces(data.data):
-                whole.update(piece)
-            for entry in entries:
-                for site in self.sites:
-                    extent = entry.extents[site]
-                    first = extent.offset - start
-                    self._check_payload(shard, entry, site, data[first : first + extent.nbytes])
+            done = 0
+            payloads = [(entry.extents[site], entry, site) for entry in entries for site in self.sites]
+            for extent, entry, site in sorted(payloads, key=lambda payload: payload[0].offset):
+                first = extent.offset - start
+                payload = data[first : first + extent.nbytes]
+                whole.update(data[done:first].data)
+                whole.update_payload(self._check_payload(shard, entry, site, payload))
+                done = first + extent.nbytes
+            whole.update(data[done:].data)
         self.report.count("hashes")
-        if hex_digest(whole.intdigest()) != shard.xxh3:
+        if whole.hexdigest() != shard.tree_xxh3:
             self.report.add("hashes", "the object does not hash to what was recorded", key=shard.key)
 
-    def _check_payload(self, shard: ShardRecord, entry: IndexEntry, site: str, payload: npt.NDArray[np.uint8]) -> None:
+    def _check_payload(self, shard: ShardRecord, entry: IndexEntry, site: str, payload: npt.NDArray[np.uint8]) -> int:
+        """Returns the digest of what is there."""
         self.report.count("hashes")
-        if hex_digest(payload_digest(payload.data)) != entry.extents[site].xxh3:
+        digest = payload_digest(payload.data)
+        if hex_digest(digest) != entry.extents[site].xxh3:
             message = f"{site} of segment {entry.segment} does not hash to what was recorded"
             self.report.add("hashes", message, key=shard.key, row=entry.row, prompt_id=entry.prompt_id)
         self.report.count("values", payload.nbytes // ITEMSIZE[self.dtype])
         unsigned, exponent = _EXPONENTS[self.dtype]
         bad = first = 0
-        for number, piece in enumerate(pieces(payload.data)):
-            values = np.frombuffer(piece, unsigned)
+        for start in range(0, payload.nbytes, _PIECE_BYTES):
+            values = np.frombuffer(payload[start : start + _PIECE_BYTES].data, unsigned)
             flagged = np.flatnonzero((values & exponent) == exponent)
             if len(flagged) and not bad:
-                first = (number * len(values) + int(flagged[0])) * ITEMSIZE[self.dtype] // self.token_bytes
+                first = (start + int(flagged[0]) * ITEMSIZE[self.dtype]) // self.token_bytes
             bad += len(flagged)
         if bad:
             message = f"{bad} values of {site} are NaN or infinite, the first at token {entry.token_start + first}"
             self.report.add("values", message, key=shard.key, row=entry.row, prompt_id=entry.prompt_id)
+        return digest
 
 
 def _regions(shard: ShardRecord) -> Iterator[tuple[int, int, list[IndexEntry]]]:

@@ -151,7 +151,8 @@ def test_what_cannot_work_ends_early_with_the_key_to_change(
 ) -> None:
     run = new_run(random_rows(6))
 
-    assert run.finish(override) == code, run.log()
+    impatient = ("budgets.replica_deaths=2", "budgets.lease_crashes=1")
+    assert run.finish(override, *impatient) == code, run.log()
 
     assert says in run.log()
     assert "Traceback" not in run.log()

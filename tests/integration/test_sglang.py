@@ -1,6 +1,7 @@
-"""Real SGLang on the CPU, real Ray, real weights of tiny random models: right states, and deaths of its processes.
+"""Real SGLang on the CPU, real Ray, real weights of tiny random models: whole runs, and deaths of its processes.
 
-Each test starts an engine or two (10 to 20 s each on two quiet cores).
+Which models and layouts give right states is tested without Ray, in tests/matrix. Each test here starts an engine or
+two (10 to 20 s each on two quiet cores).
 """
 
 import json
@@ -72,9 +73,9 @@ def prepare(run: Run, kind: str, *, prompts: int, dtype: str = "float32", **sett
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k25"])
-def test_states_equal_transformers_in_float32(new_run: Run, kind: str) -> None:
-    prepare(new_run, kind, prompts=24)
+def test_states_equal_transformers_in_float32(new_run: Run) -> None:
+    # The wrapper, MLA and packed aux states: what a whole run of the plainest family would not show.
+    prepare(new_run, "kimi_k25", prompts=24)
 
     assert new_run.finish() == ExitCode.COMPLETE, new_run.log()
 
@@ -82,7 +83,6 @@ def test_states_equal_transformers_in_float32(new_run: Run, kind: str) -> None:
     assert report.problems == []
     assert len(report.parity) == 6
     for site in report.parity:
-        print(kind, site)
         assert site.is_ok, str(site)
     new_run.assert_nothing_left()
 
@@ -119,10 +119,10 @@ def test_a_killed_scheduler_process_is_seen_in_seconds_and_replaced(new_run: Run
 def test_a_model_class_nobody_tested_is_refused_by_name(new_run: Run) -> None:
     prepare(new_run, "llama", prompts=4)
     config = new_run.folder / "model" / "config.json"
-    config.write_text(config.read_text().replace("LlamaForCausalLM", "MistralForCausalLM"))
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "NobodysForCausalLM"))
 
     assert new_run.finish() == ExitCode.CONFIG
 
     assert "engine.allow_untested" in new_run.log()
-    assert "MistralForCausalLM" in new_run.log()
+    assert "NobodysForCausalLM" in new_run.log()
     new_run.assert_nothing_left()

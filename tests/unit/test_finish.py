@@ -43,7 +43,7 @@ def test_the_summary_adds_up_and_the_card_is_valid(tmp_path: Path) -> None:
     ledger = Ledger(run.store)
     record = ledger.read_run()
     assert record is not None
-    resolutions = ledger.resolutions()
+    resolutions = ledger.summaries()
     plan = load_plan(run.store, record["plan"])
 
     summary = summarize(record, account(plan.leases, resolutions), resolutions)
@@ -64,7 +64,7 @@ def test_a_run_with_prompts_left_is_not_called_finished(tmp_path: Path) -> None:
     record = ledger.read_run()
     assert record is not None
     plan = load_plan(run.store, record["plan"])
-    resolutions = dict(list(ledger.resolutions().items())[1:])
+    resolutions = dict(list(ledger.summaries().items())[1:])
     found = account(plan.leases, {})
 
     with pytest.raises(RuntimeError, match="no outcome"):

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "hsray"
 
 # Lowest first. A module may import from its own level or below.
 LEVELS = [
-    {"errors", "records", "sites", "schema", "log", "channel"},
+    {"errors", "records", "sites", "schema", "log", "channel", "crash_points", "units"},
     {
         "config",
         "store",
@@ -25,8 +25,22 @@ LEVELS = [
         "ranges",
         "quickstart",
     },
-    {"prompts", "plan", "ledger", "index", "shard", "reader", "events", "scheduler", "budget"},
-    {"status", "verify", "export", "finish"},
+    {
+        "prompts",
+        "resolve",
+        "plan",
+        "estimate",
+        "plan_report",
+        "ledger",
+        "index",
+        "shard",
+        "reader",
+        "events",
+        "scheduler",
+        "budget",
+        "lease_queue",
+    },
+    {"status", "verify", "export", "finish", "gc", "retry_dead"},
     {"capture", "engine", "oracle", "selftest", "replica", "cluster", "progress"},
     {"extract", "driver", "testing"},
 ]

@@ -240,8 +240,8 @@ MALFORMED = {
     "unknown kind": broken(kind="maybe"),
     "other lease": broken(lease_id="000001"),
     "shards are a number": broken(shards=7),
-    "an entry without a row": broken(shards=[{"key": "k", "nbytes": 1, "xxh3": "", "entries": [{"segment": 0}]}]),
-    "a shard without a size": broken(shards=[{"key": "k", "xxh3": "", "entries": []}]),
+    "an entry without a row": broken(shards=[{"key": "k", "nbytes": 1, "tree_xxh3": "", "entries": [{"segment": 0}]}]),
+    "a shard without a size": broken(shards=[{"key": "k", "tree_xxh3": "", "entries": []}]),
     "an unknown field": broken(dead=[{**died("000000", 1).to_json()["dead"][0], "mood": "bad"}]),
     "dead are text": broken(dead="none"),
     "attempts are a list": broken(attempts=[1]),
@@ -280,6 +280,90 @@ def test_many_resolutions_are_read_through_a_bad_network(store: Store) -> None:
     assert flaky.injected["before"] > 10
 
 
+@pytest.mark.parametrize(
+    "resolution",
+    [commit("000000", 2, 1, dead=(3,)), commit("000000.r", dead=(3,)), split("000000.a"), died("000000.b", 4)],
+    ids=["commit", "commit-of-dead", "split", "dead"],
+)
+def test_a_summary_is_the_same_from_the_store_as_from_the_record(ledger: Ledger, resolution: Resolution) -> None:
+    ledger.resolve(resolution)
+
+    assert ledger.summaries() == {resolution.lease_id: resolution.summary()}
+    assert resolution.summary().committed_rows == resolution.committed_rows
+    assert resolution.summary().dead_rows == resolution.dead_rows
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_resolution_has_no_summary(ledger: Ledger, store: Store, content: bytes) -> None:
+    store.put("leases/000000.json", content)
+
+    with pytest.raises(HsrayError, match=r"leases/000000\.json is not"):
+        ledger.summaries()
+
+
+def test_a_stream_of_chosen_resolutions_reads_those_alone(ledger: Ledger) -> None:
+    expected = [commit(f"{n:06d}", n) for n in range(5)]
+    for resolution in expected:
+        ledger.resolve(resolution)
+
+    assert list(ledger.stream(["000003", "000001"])) == [expected[3], expected[1]]
+    assert sorted(r.lease_id for r in ledger.stream()) == [r.lease_id for r in expected]
+
+
+# -- a run that was removed while its driver worked
+
+
+def replaced(store: Store) -> tuple[Ledger, Ledger]:
+    """The ledger of a driver whose run is gone, and that of the run which was begun in its place."""
+    first, second = {**run_record(), "run_id": "first"}, {**run_record(), "run_id": "second"}
+    Ledger(store).create_run(first)
+    store.delete(["hsray.json"])
+    Ledger(store).create_run(second)
+    return Ledger(store, "first"), Ledger(store, "second")
+
+
+def test_a_driver_does_not_commit_into_the_run_that_replaced_its_own(store: Store) -> None:
+    old, new = replaced(store)
+
+    with pytest.raises(FingerprintMismatch, match="that of run second: somebody removed run first"):
+        old.resolve(commit("000000", 1))
+    with pytest.raises(FingerprintMismatch, match="that of run second"):
+        old.write_success({})
+    assert new.resolve(commit("000000", 1)) == (commit("000000", 1), True)
+    assert not new.is_complete()
+
+
+def test_a_driver_whose_run_was_removed_stops(store: Store) -> None:
+    record = Ledger(store).create_run(run_record())
+    store.delete(["hsray.json"])
+
+    with pytest.raises(FingerprintMismatch, match="is gone: somebody removed run"):
+        Ledger(store, record["run_id"]).resolve(commit("000000", 1))
+    assert Ledger(store).resolutions() == {}
+
+
+def test_a_record_that_slipped_in_is_refused_by_name_and_never_followed(store: Store) -> None:
+    old, new = replaced(store)
+    store.create_once("leases/000000.json", {**commit("000000", 1).to_json(), "run_id": "first"})
+    store.put("_SUCCESS", encode_json({"run_id": "first"}))
+
+    for read in (new.resolutions, new.summaries, lambda: new.resolve(commit("000000", 1, attempt="a2"))):
+        with pytest.raises(
+            FingerprintMismatch, match=r"leases/000000\.json was written by a driver of another run, first"
+        ):
+            read()
+    assert not new.is_complete()
+    assert old.summaries().keys() == {"000000"}
+
+
+def test_records_of_before_there_was_a_stamp_still_count(store: Store) -> None:
+    store.create_once("leases/000000.json", commit("000000", 1).to_json())
+    store.put("_SUCCESS", b"{}")
+
+    assert Ledger(store, "mine").resolutions() == {"000000": commit("000000", 1)}
+    assert Ledger(store, "mine").is_complete()
+
+
 # -- the end
 
 
@@ -289,7 +373,7 @@ def test_a_run_is_complete_when_it_says_so(ledger: Ledger, store: Store) -> None
     ledger.write_success({"committed": 4})
 
     assert ledger.is_complete()
-    assert store.get_json("_SUCCESS") == {"committed": 4}
+    assert store.get_json("_SUCCESS")["committed"] == 4
 
 
 def test_completeness_is_not_guessed_when_the_store_is_away(store: Store) -> None:

@@ -288,7 +288,7 @@ def test_the_command_reports_parity_and_fails_on_it(
         url = write_run(directory, tmp_path / "gone", prompts, some)
         store = open_store(url)
         ledger = Ledger(store)
-        write_index(store, ledger.resolutions(), NAMES)
+        write_index(store, ledger.resolutions().values(), NAMES)
         ledger.write_success({"rows": 6, "committed": 6, "rejected": 0, "dead": 0})
         return url
 

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from hsray.config import Config, make_config
+from hsray.config import Config, PromptsConfig, make_config
 from hsray.errors import ConfigError, HsrayError
 from hsray.plan import build_plan, check_has_work, delete_plan, fingerprint, load_plan, read_lease_prompts
 from hsray.records import Prompt, Reject
@@ -135,6 +136,64 @@ def parts(config: Config, inputs: list[tuple[str, str]], sites: str = "eagle3", 
     assert len(made["hash"]) == 32
     found: dict[str, str] = made["parts"]
     return found
+
+
+CHANGED = {
+    "format": "text",
+    "text_field": "body",
+    "ignore_fields": ["error"],
+    "id_field": "uuid",
+    "duplicates": "keep-all",
+    "where": {"source": "code"},
+    "shuffle_seed": 1,
+    "limit": 5,
+    "role_map": {"robot": "assistant"},
+    "system_turns": "merge",
+    "special_tokens": "keep",
+    "add_bos": True,
+    "template_args": {"enable_thinking": False},
+    "template_date": "2025-01-31",
+    "mask_turns": "last",
+    "empty_mask": "reject",
+    "max_tokens": 9,
+    "over_length": "truncate",
+    "min_tokens": 2,
+}
+# Inputs and template count by their content, and where bytes come from does not count.
+BY_CONTENT = {"path", "chat_template", "storage_options"}
+
+
+def test_every_option_of_prompts_is_in_the_fingerprint_under_its_own_name() -> None:
+    inputs = [("/x/a.jsonl", "h1")]
+    base = parts(config(), inputs)
+
+    assert CHANGED.keys() | BY_CONTENT == PromptsConfig.model_fields.keys()
+    for key, value in CHANGED.items():
+        other = parts(config(**{key: value}), inputs)
+        assert {k for k in base.keys() | other.keys() if base.get(k) != other.get(k)} == {f"prompts.{key}"}
+    assert parts(config(role_map={"a": "user", "b": "tool"}), inputs) == parts(
+        config(role_map={"b": "tool", "a": "user"}), inputs
+    )
+
+
+def test_options_that_are_no_secrets_stay_readable_in_the_run() -> None:
+    stored = config(special_tokens="split", max_tokens=9, storage_options={"token": "s3cret"}).redacted()["prompts"]
+
+    assert (stored["special_tokens"], stored["max_tokens"]) == ("split", 9)
+    assert stored["storage_options"] == {"token": "***"}
+
+
+def test_a_cut_prompt_keeps_its_full_length_in_the_plan(store: Store) -> None:
+    whole, cut = prompt(0, 5), dataclasses.replace(prompt(1, 5), full_tokens=12)
+    plan = load_plan(store, build(store, [whole, cut]))
+
+    assert [p.full_tokens for p in read_lease_prompts(store, plan.refs["000000"], [0, 1])] == [None, 12]
+
+    # A run that was planned before there was such a column.
+    key = plan.refs["000000"].object
+    old = pq.read_table(store.locate(key)).drop_columns(["full_tokens"])
+    pq.write_table(old, store.locate(key))
+    assert [p.full_tokens for p in read_lease_prompts(store, plan.refs["000000"], [0, 1])] == [None, None]
 
 
 def test_the_fingerprint_follows_everything_that_changes_ids_or_tensors() -> None:

@@ -4,7 +4,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hsray.config import PromptsConfig
 from hsray.errors import ConfigError
 from hsray.prompts import PromptTokenizer, load_tokenizer, tokenizer_fingerprint
-from hsray.prompts.chat import assistant_mask, render_chat
+from hsray.prompts.chat import ChatRenderer, RenderedChat, assistant_mask
 from hsray.prompts.rejects import RowRejected
-from hsray.prompts.shapes import Message
+from hsray.prompts.rows import ChatRow, Message
 from hsray.records import IntArray, MaskArray
-from tests.tiny_tokenizers import CHATML, TEMPLATES, make_tokenizer
+from tests.tiny_tokenizers import CHATML, TEMPLATES, make_slow_tokenizer, make_tokenizer
 
 Load = Callable[..., PromptTokenizer]
 
@@ -48,8 +49,14 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return make
 
 
-def masked(tokenizer: PromptTokenizer, *messages: Message) -> tuple[IntArray, MaskArray]:
-    chat = render_chat(messages, tokenizer)
+def render_chat(messages: Sequence[Message] | ChatRow, tokenizer: PromptTokenizer, **options: Any) -> RenderedChat:
+    row = messages if isinstance(messages, ChatRow) else ChatRow(tuple(messages))
+    config = PromptsConfig(path="in.jsonl", **{"special_tokens": "keep", **options})
+    return ChatRenderer(tokenizer, config).render(row)
+
+
+def masked(tokenizer: PromptTokenizer, *messages: Message, **options: Any) -> tuple[IntArray, MaskArray]:
+    chat = render_chat(messages, tokenizer, **options)
     [encoding] = tokenizer.encode([chat.text], with_spans=[True])
     return encoding.ids, assistant_mask(chat, encoding, tokenizer)
 
@@ -243,7 +250,7 @@ def test_a_template_that_takes_text_out_of_an_answer_is_refused(load: Load) -> N
 
     assert reason == "template_dropped_turn"
     assert "turn 1 (assistant)" in detail
-    assert "<think>two and two" in detail
+    assert "'two and two'" in detail
     assert masked(load("drops_thinking"), *FOUR_TURNS)[1].any()
 
 
@@ -255,47 +262,77 @@ def test_a_template_that_drops_a_turn_is_refused_with_and_without_markers(load: 
     assert masked(load("drops_turns"), HELLO, WORLD)[1].any()
 
 
-def test_a_template_that_rewrites_earlier_answers_is_refused_where_it_does(load: Load) -> None:
+def test_an_answer_that_is_rendered_otherwise_when_it_is_the_last_is_masked_as_it_stands(load: Load) -> None:
     tokenizer = load("rewrites")
 
-    reason, detail = refusal(tokenizer, *FOUR_TURNS)
-
-    assert reason == "unstable_template"
-    assert "turn 1 (assistant)" in detail
-    assert "<think>" in detail
-    # With one answer nothing is rewritten; what the template puts in front of it is the assistant's.
+    # What the template puts in front of the last answer, behind its header, is the assistant's to write.
     assert runs(tokenizer, *masked(tokenizer, *TWO_TURNS)) == ["<think>\n\n</think>\n\nworld<|im_end|>"]
+    assert runs(tokenizer, *masked(tokenizer, *FOUR_TURNS)) == [
+        "world<|im_end|>",
+        "<think>\n\n</think>\n\n42 today<|im_end|>",
+    ]
 
 
-def test_a_header_that_finished_answers_do_not_have_is_refused(load: Load) -> None:
-    reason, detail = refusal(load("header_thinks"), *TWO_TURNS)
+def test_a_block_that_the_header_opens_and_a_finished_answer_lacks_moves_no_mask(load: Load) -> None:
+    tokenizer = load("header_thinks")
+
+    assert runs(tokenizer, *masked(tokenizer, *FOUR_TURNS)) == ["world<|im_end|>", "42 today<|im_end|>"]
+
+
+def test_an_answer_before_any_turn_is_found_by_its_header(load: Load) -> None:
+    tokenizer = load("default_system")
+
+    ids, mask = masked(tokenizer, WORLD, HELLO)
+
+    assert tokenizer.decode(ids).startswith("<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>assistant\n")
+    assert runs(tokenizer, ids, mask) == ["world<|im_end|>"]
+
+
+def test_a_template_that_renames_the_header_of_an_answer_is_refused(load: Load) -> None:
+    reason, detail = refusal(load("other_header"), *TWO_TURNS)
 
     assert reason == "unstable_template"
     assert "the header of an answer" in detail
 
 
-def test_an_answer_before_any_turn_that_the_template_renders_differently_is_refused(load: Load) -> None:
-    # The default system turn is missing from the rendering of no turns at all.
-    assert refusal(load("default_system"), WORLD, HELLO)[0] == "unstable_template"
+def test_a_template_that_writes_by_what_the_assistant_says_is_refused(load: Load) -> None:
+    tokenizer = load("by_content")
+
+    reason, detail = refusal(tokenizer, HELLO, Message("assistant", "secret"))
+
+    assert reason == "unstable_template"
+    assert "[redacted]" in detail
+    assert runs(tokenizer, *masked(tokenizer, *TWO_TURNS)) == ["world<|im_end|>"]
+
+
+def test_a_template_may_look_into_what_the_user_says(load: Load) -> None:
+    tokenizer = load("by_content")
+
+    ids, mask = masked(tokenizer, Message("user", "/loud hello"), WORLD)
+
+    assert tokenizer.decode(ids).startswith("<|im_start|>user\n/loud hello!!<|im_end|>")
+    assert runs(tokenizer, ids, mask) == ["world<|im_end|>"]
+
+
+def test_a_turn_that_is_printed_twice_or_out_of_order_is_refused(load: Load) -> None:
+    assert refusal(load("twice"), *TWO_TURNS) == ("unstable_template", "turn 0 is in the rendering twice")
+    assert refusal(load("backwards"), *TWO_TURNS)[0] == "unstable_template"
 
 
 def test_markers_around_the_wrong_turns_are_refused(load: Load) -> None:
     reason, detail = refusal(load("marked_inverted"), *TWO_TURNS)
 
     assert reason == "mask_mismatch"
-    assert "hello<|im_end|>" in detail
-    assert "world" in detail
+    assert detail == "the chat template marks turn 0 (user) as text of the assistant: 'hello<|im_end|>'"
 
 
-def test_an_answer_whose_end_is_ambiguous_is_refused(load: Load) -> None:
+@pytest.mark.parametrize("content", ["world", "plan", "a", ""])
+def test_words_of_the_template_that_look_like_the_answer_do_not_move_the_mask(load: Load, content: str) -> None:
     tokenizer = load("plans")
 
-    assert runs(tokenizer, *masked(tokenizer, HELLO, WORLD)) == ["<s>plan<s>world<|im_end|>"]
-    # The template's own words come first and look like the answer; an empty answer is everywhere.
-    for content in ("plan", "a", ""):
-        reason, detail = refusal(tokenizer, HELLO, Message("assistant", content))
-        assert reason == "mask_mismatch"
-        assert "its end is not known" in detail
+    ids, mask = masked(tokenizer, HELLO, Message("assistant", content))
+
+    assert runs(tokenizer, ids, mask) == [f"<s>plan<s>{content}<|im_end|>"]
 
 
 def test_tokens_that_do_not_spell_the_answer_are_refused(load: Load) -> None:
@@ -335,7 +372,7 @@ def test_a_tokenizer_that_normalises_text_is_not_mistaken_for_a_wrong_mask(tmp_p
     [
         (None, r"prompts\.chat_template: the tokenizer in .* has no chat template.*Set it to a file"),
         ("syntax_error", r"prompts\.chat_template: not a valid Jinja template"),
-        ("dated", r"prompts\.chat_template: the template prints today's date"),
+        ("dated", r"prompts\.template_date: the chat template prints today's date"),
     ],
 )
 def test_a_template_that_no_conversation_can_use_is_a_configuration_error(
@@ -394,15 +431,48 @@ def test_loading_never_reaches_for_the_network(tmp_path: Path, monkeypatch: pyte
     assert attempts == []
 
 
-def test_a_slow_tokenizer_is_refused_when_it_is_needed(tmp_path: Path) -> None:
+def test_the_day_that_a_template_prints_is_the_one_that_is_set(load: Load) -> None:
+    tokenizer = load("dated")
+
+    chat = render_chat(TWO_TURNS, tokenizer, template_date="2024-07-26")
+
+    assert chat.text.startswith("26 Jul 2024<|im_start|>user")
+
+
+def test_variables_of_the_template_come_from_the_configuration_and_the_row(load: Load) -> None:
+    tokenizer = load("effort")
+    row = ChatRow(TWO_TURNS, template_args={"reasoning_effort": "high"})
+
+    assert render_chat(TWO_TURNS, tokenizer).text.startswith("effort: none")
+    assert render_chat(TWO_TURNS, tokenizer, template_args={"reasoning_effort": "low"}).text.startswith("effort: low")
+    assert render_chat(row, tokenizer, template_args={"reasoning_effort": "low"}).text.startswith("effort: high")
+
+
+def test_a_slow_tokenizer_whose_tokens_spell_bytes_gives_the_same_masks(tmp_path: Path) -> None:
+    slow = load_tokenizer(str(make_slow_tokenizer(tmp_path / "slow")), trust_remote_code=True, chat_template=None)
+    answer = Message("assistant", " caf\u00e9 \U0001f642\u4e16 hello  ")
+
+    ids, mask = masked(slow, Message("user", "\u4e16\u754c"), answer, AGAIN, TODAY)
+
+    assert slow.decode(ids[mask == 1]) == f"{answer.content}<|im_end|>42 today<|im_end|>"
+    assert runs(slow, ids, mask) == [f"{answer.content}<|im_end|>", "42 today<|im_end|>"]
+    [encoding] = slow.encode(["a\u4e16b"], with_spans=[True])
+    assert encoding.spans is not None
+    assert encoding.spans.tolist() == [[0, 1], [1, 2], [1, 2], [1, 2], [2, 3]]
+
+
+def test_a_slow_tokenizer_that_hides_what_a_token_covers_takes_text_but_no_conversations(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer().save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False, chat_template=None)
+    (tmp_path / "chat.jinja").write_text(TEMPLATES["plain"])
+    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False, chat_template=str(tmp_path / "chat.jinja"))
 
     assert tokenizer.encode([], with_spans=[]) == []
-    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: ByT5Tokenizer .* is a slow tokenizer"):
-        tokenizer.encode(["hello"], with_spans=[False])
+    [encoding] = tokenizer.encode(["hello"], with_spans=[False])
+    assert tokenizer.decode(encoding.ids) == "hello"
+    reason, detail = refusal(tokenizer, HELLO, Message("assistant", "caf\u00e9"))
+    assert (reason, detail) == ("mask_mismatch", "the tokenizer does not tell which text a token covers")
 
 
 def test_encoding_adds_nothing_and_cuts_nothing(tmp_path: Path) -> None:

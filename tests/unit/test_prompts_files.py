@@ -105,14 +105,14 @@ def test_relative_paths_stay_relative(tmp_path: Path, monkeypatch: pytest.Monkey
         ("*.jsonl.zst", "matches no file"),
         ("empty", "is a directory without prompt files"),
         ("markers", "is a directory without prompt files"),
-        ("notes.txt", "is no prompt file"),
+        ("notes.md", "is no prompt file"),
         ("rows.parquet.gz", "is no prompt file"),
         ("rows.gz", "is no prompt file"),
         ("noext", "is no prompt file"),
     ],
 )
 def test_a_path_that_names_no_prompt_file_is_an_error(tmp_path: Path, path: str, message: str) -> None:
-    make(tmp_path, "markers/_SUCCESS", "markers/.a.jsonl", "notes.txt", "rows.parquet.gz", "rows.gz", "noext")
+    make(tmp_path, "markers/_SUCCESS", "markers/.a.jsonl", "notes.md", "rows.parquet.gz", "rows.gz", "noext")
     (tmp_path / "empty").mkdir()
 
     with pytest.raises(ConfigError, match=message) as caught:
@@ -126,6 +126,30 @@ def test_a_foreign_file_in_a_directory_is_an_error_that_names_it_and_the_way_out
 
     with pytest.raises(ConfigError, match=r"README\.md is no prompt file.*found by .*\*\.jsonl"):
         found(str(tmp_path))
+
+
+def test_text_files_are_prompts_alone_but_may_be_notes_among_others(tmp_path: Path) -> None:
+    make(tmp_path, "text/a.txt", "text/b.txt.gz", "mixed/a.jsonl", "mixed/LICENSE.txt")
+
+    assert len(found(str(tmp_path / "text"))) == 2
+    assert len(found(str(tmp_path / "mixed" / "*.txt"))) == 1
+    for path in ("mixed", "mixed/*"):
+        with pytest.raises(ConfigError, match=r"LICENSE\.txt beside files of other kinds.*Name the files"):
+            found(str(tmp_path / path))
+
+
+def test_a_folder_that_datasets_saved_is_its_arrow_files(tmp_path: Path) -> None:
+    make(tmp_path, "set/dataset_dict.json")
+    for split in ("test", "train"):
+        make(tmp_path, *(f"set/{split}/{name}" for name in ("data-00000-of-00001.arrow", "state.json")))
+        make(tmp_path, f"set/{split}/dataset_info.json", f"set/{split}/cache-1.arrow.crc")
+
+    assert found(str(tmp_path / "set")) == [
+        str(tmp_path / "set" / split / "data-00000-of-00001.arrow") for split in ("test", "train")
+    ]
+    # Without the arrow files these are rows like any others.
+    make(tmp_path, "other/state.json")
+    assert found(str(tmp_path / "other")) == [str(tmp_path / "other" / "state.json")]
 
 
 @pytest.mark.parametrize("path", ["nosuch://bucket/a.jsonl", "memory://nobody/here/*.jsonl", "memory://nobody/a.jsonl"])

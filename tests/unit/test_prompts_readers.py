@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from hsray.errors import ConfigError
 from hsray.prompts.files import InputFile, ReadError
-from hsray.prompts.readers import MAX_ROW_BYTES, BadRow, SourceRow, array_elements, lines, read_rows
+from hsray.prompts.pieces import array_elements, lines
+from hsray.prompts.readers import read_rows
+from hsray.prompts.source import MAX_ROW_BYTES, BadRow, SourceRow
 
 Row = SourceRow | BadRow
 
@@ -62,7 +64,7 @@ def test_a_bom_in_two_pieces_is_one(tmp_path: Path) -> None:
         (b"\0\0\0\0", "malformed_json", "Expecting value"),
         (b'{"n": ' + b"9" * 5000 + b"}", "malformed_json", "integer"),
         (b"[" * 100_000 + b"]" * 100_000, "malformed_json", "nested too deeply"),
-        (b'[{"text": "a"}]', "not_an_object", "an array .*must be named .json"),
+        (b'[{"text": "a"}]', "not_an_object", "an array"),
         (b'"text"', "not_an_object", "a string"),
         (b"null", "not_an_object", "null"),
         (b"true", "not_an_object", "a boolean"),
@@ -309,10 +311,10 @@ def test_a_broken_parquet_file_ends_the_run(tmp_path: Path) -> None:
     damaged = bytearray(good)
     damaged[third + 60 : third + 400] = b"\xff" * 340
     for content, message in [
-        (good[:-20], "not readable as Parquet.*up to row 0"),
-        (b"", "not readable as Parquet.*up to row 0"),
-        (b"PAR1", "not readable as Parquet.*up to row 0"),
-        (bytes(damaged), r"not readable as Parquet.*up to row 1\d{3}"),
+        (good[:-20], "not readable as a table.*up to row 0"),
+        (b"", "not readable as a table.*up to row 0"),
+        (b"PAR1", "not readable as a table.*up to row 0"),
+        (bytes(damaged), r"not readable as a table.*up to row 1\d{3}"),
     ]:
         with pytest.raises(ConfigError, match=rf"(?s)prompts\.path: .*a\.parquet: {message}"):
             read(write(path, content))

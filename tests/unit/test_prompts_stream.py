@@ -130,7 +130,7 @@ def test_reading_twice_gives_the_same_stream(source: Path, tokenizer: PromptToke
 
 
 def test_a_reject_says_what_where_and_shows_the_row(source: Path, tokenizer: PromptTokenizer) -> None:
-    long = "word " * 500
+    long = "hello world" * 50
     write_jsonl(source / "a.jsonl", [{"id": 7, "text": long}, "", '{"id": 8, "text": caf'])
 
     too_long, malformed = read(source / "a.jsonl", tokenizer, max_tokens=100)
@@ -165,6 +165,19 @@ def test_lengths_at_the_limits_are_taken_and_beyond_them_refused(source: Path, t
     assert records[1].detail == "1 tokens, prompts.min_tokens is 2"
     assert isinstance(records[5], Prompt)
     assert records[5].input_ids.tolist() == [3, 4, 5, 6, 7]
+
+
+def test_a_row_that_cannot_fit_is_refused_before_it_is_tokenized(source: Path, tokenizer: PromptTokenizer) -> None:
+    # This would take the tokenizer a minute.
+    write_jsonl(source / "a.jsonl", [{"id": "a", "text": "x" * (20 << 20)}, {"id": "b", "text": "y"}])
+
+    records = read(source, tokenizer)
+
+    assert ids_or_reasons(records) == ["too_long", "b"]
+    assert isinstance(records[0], Reject)
+    assert records[0].detail.endswith("tokens or more, at most 1000 fit")
+    for text in ("hello world" * 9, "<|im_start|>" * 9, "", "\u4e16" * 5):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode([text], with_spans=[False])[0].ids)
 
 
 def test_a_row_whose_ids_the_model_does_not_have_is_refused(source: Path, tokenizer: PromptTokenizer) -> None:
@@ -337,11 +350,11 @@ def test_a_batch_of_long_rows_is_no_larger_than_its_bytes_allow(source: Path, to
     counting = Counting.__new__(Counting)
     counting.__dict__.update(tokenizer.__dict__)
     counting.calls = []
-    write_jsonl(source / "a.jsonl", [{"id": f"{n}", "text": f"{n} " + "x" * 700_000} for n in range(10)])
+    write_jsonl(source / "a.jsonl", [{"id": f"{n}", "text": f"{n} " + "hello " * 120_000} for n in range(10)])
     write_jsonl(source / "b.jsonl", [{"id": f"s{n}", "text": f"{n}"} for n in range(600)])
 
-    records = read(source, counting)
+    records = read(source, counting, max_tokens=10**6)
 
-    assert ids_or_reasons(records) == ["too_long"] * 10 + [f"s{n}" for n in range(600)]
+    assert ids_or_reasons(records) == [f"{n}" for n in range(10)] + [f"s{n}" for n in range(600)]
     assert max(rows for rows, _ in counting.calls) == 256
     assert max(chars for _, chars in counting.calls) < 6_000_000

@@ -80,7 +80,6 @@ class Bench:
                 "already_dead": 0,
                 "already_committed": 0,
                 "new_attempt_id": lambda: f"attempt{next(self._ids)}",
-                "prompt_id_of": lambda row: f"p{row}",
                 "speculate": False,
                 **options,
             },
@@ -142,7 +141,8 @@ def ids(starts: Sequence[StartLease]) -> list[str]:
 def bench() -> Callable[..., Bench]:
     def make(leases: Sequence[Lease] | int = 4, budgets: dict | None = None, **options) -> Bench:
         leases = make_leases(leases) if isinstance(leases, int) else leases
-        return Bench(leases, BudgetConfig(**{"max_dead_fraction": 1.0, **(budgets or {})}), **options)
+        quick = {"max_dead_fraction": 1.0, "no_capacity_seconds": 60}
+        return Bench(leases, BudgetConfig(**{**quick, **(budgets or {})}), **options)
 
     return make
 
@@ -405,7 +405,7 @@ def test_a_single_prompt_is_dead_after_its_crashes(bench):
     resolution = only(Resolve, actions).resolution
     (dead,) = resolution.dead
     assert (resolution.kind, dead.row, dead.prompt_id, dead.failure_class, dead.attempts) == (
-        "dead", 17, "p17", "crash", 3,
+        "dead", 17, "", "crash", 3,
     )  # fmt: skip
     assert "exit code -9" in dead.message
     assert only(Finished, b.answer(actions)).reason == "complete"
@@ -468,7 +468,7 @@ def test_starts_of_earlier_drivers_bisect_a_lease_before_it_starts_again(bench):
 
     split, dead = (r.resolution for r in of(Resolve, actions))
     assert (split.kind, split.lease_id) == ("split", "000000")
-    assert (dead.kind, dead.lease_id, dead.dead[0].prompt_id) == ("dead", "000001.b", "p2")
+    assert (dead.kind, dead.lease_id, dead.dead[0].prompt_id) == ("dead", "000001.b", "")
     assert "started 11 times" in dead.dead[0].message
     _, starts = b.ready("n1:0")
     assert [(s.lease.lease_id, s.number) for s in starts] == [("000002", 10)]
@@ -844,6 +844,88 @@ def test_a_run_does_not_wait_for_the_losers_of_races(bench):
 
     assert of(CancelLease, actions) != []
     assert only(Finished, actions).reason == "complete"
+
+
+# The last leases.
+
+
+def test_the_last_leases_are_cut_the_smaller_the_later_they_come(bench):
+    b = bench(make_leases(8, rows_each=8))
+    _, starts = b.ready("n1:0")
+    b.ready("n2:0")
+    b.now += 400
+
+    actions = b.done(starts[0])
+    splits = [r.resolution for r in of(Resolve, actions) if r.resolution.kind == "split"]
+    assert [r.lease_id for r in splits] == ["000007", "000006"]
+    assert {r.replica for r in splits} == {"driver"}
+    actions = b.answer(actions)
+
+    again = [r.resolution.lease_id for r in of(Resolve, actions)]
+    assert again == ["000007.a", "000007.b"]
+    b.answer(actions)
+    assert b.scheduler.progress.leases_open == 3 + 2 + 2 + 4  # running, whole, halves, quarters
+
+
+def test_pieces_come_last_the_largest_first_and_are_no_suspects(bench):
+    b = bench(make_leases(8, rows_each=8))
+    _, starts = b.ready("n1:0")
+    _, others = b.ready("n2:0")
+    b.now += 400
+    order: list[StartLease] = []
+
+    def settle(actions: Sequence[Action]) -> None:
+        order.extend(of(StartLease, actions))
+        if of(Resolve, actions):
+            settle(b.answer(actions))
+
+    settle(b.done(starts[0]))
+    for start in [*starts[1:], *others]:
+        settle(b.done(start))
+    for start in order:  # it grows meanwhile
+        settle(b.done(start))
+
+    assert [len(start.lease.rows) for start in order] == [8, 8, 4, 4, 2, 2, 2, 2]
+    assert b.scheduler.is_finished
+    assert b.scheduler.progress.retries == 0
+
+
+def test_a_run_of_short_leases_is_not_cut(bench):
+    b = bench(make_leases(8, rows_each=8))
+    _, starts = b.ready("n1:0")
+    b.ready("n2:0")
+    b.now += 20
+
+    assert [r.resolution.kind for r in of(Resolve, b.done(starts[0]))] == ["commit"]
+
+
+def test_a_cut_that_lost_to_another_drivers_record_follows_that_record(bench):
+    b = bench(make_leases(8, rows_each=8))
+    _, starts = b.ready("n1:0")
+    b.ready("n2:0")
+    b.now += 400
+    cut = next(r.resolution for r in of(Resolve, b.done(starts[0])) if r.resolution.kind == "split")
+    standing = Resolution("commit", cut.lease_id, "theirs", "m1:0#1", shards=(make_shard("k", range(56, 63)),))
+
+    b.send(Resolved(standing, ours=False))
+
+    rest = [lease for lease in b.scheduler._open if lease.startswith(cut.lease_id)]
+    assert rest == [f"{cut.lease_id}.r"]
+
+
+def test_a_lease_that_comes_back_near_the_end_is_cut_too(bench):
+    b = bench(make_leases(7, rows_each=8))
+    _, starts = b.ready("n1:0")
+    b.ready("n2:0")
+    b.ready("n3:0")
+    b.now += 400
+    actions = b.answer(b.done(starts[0]))
+    while of(Resolve, actions):
+        actions = b.answer(actions)
+
+    lost = b.die("n3:0#1", blame=False)
+
+    assert {r.resolution.kind for r in of(Resolve, lost)} == {"split"}
 
 
 # Stopping.

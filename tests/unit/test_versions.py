@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from hsray.capture import versions
-from hsray.capture.tested import TESTED_MODELS, TESTED_VERSIONS
+from hsray.capture import tested, versions
+from hsray.capture.tested import TESTED, WRONG, untested
 from hsray.capture.versions import UnsupportedModel
 
 
@@ -112,10 +112,11 @@ def run(owner: Any, output: Any, norm_output: Any = None) -> Any:
     return body(torch.ones(7, 4))
 
 
+@pytest.mark.parametrize("rows", [7, 0], ids=["rows", "an idle data-parallel rank"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_aux_states_come_one_by_one_and_the_stream_before_the_norm_last(packed: bool) -> None:
-    states = [torch.randn(7, 4) for _ in range(3)]
-    post, residual = torch.randn(7, 4), torch.randn(7, 4)
+def test_aux_states_come_one_by_one_and_the_stream_before_the_norm_last(packed: bool, rows: int) -> None:
+    states = [torch.randn(rows, 4) for _ in range(3)]
+    post, residual = torch.randn(rows, 4), torch.randn(rows, 4)
     owner = CausalLM(Body())
 
     postnorm, delivered = run(owner, (post, torch.cat(states, dim=-1) if packed else states), (post, residual))
@@ -151,4 +152,24 @@ def test_what_was_not_tested_is_named_unless_allowed() -> None:
         versions.check_tested("9.9", "Other", allow_untested=False)
 
     assert versions.check_tested("9.9", "Other", allow_untested=True) is False
-    assert versions.check_tested(TESTED_VERSIONS[0], TESTED_MODELS[0], allow_untested=False) is True
+    for version, classes in TESTED.items():
+        for model_class in classes:
+            assert versions.check_tested(version, model_class, allow_untested=False) is True
+
+
+def test_a_class_tested_with_another_version_is_refused_and_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "TESTED", {"1.0": ("Old", "New"), "2.0": ("New",)})
+
+    assert untested("2.0", "Old") == (
+        "capture was not tested on model class Old with SGLang 2.0 (tested with: 1.0). "
+        "Set engine.allow_untested: true to let the self-test decide"
+    )
+    assert untested("2.0", "New") is None
+    assert untested(None, "Old") is None
+
+
+def test_a_class_found_wrong_is_refused_with_the_reason() -> None:
+    assert WRONG
+    for model_class, reason in WRONG.items():
+        assert reason in str(untested(None, model_class))
+        assert not any(model_class in classes for classes in TESTED.values())

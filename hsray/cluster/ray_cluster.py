@@ -1,4 +1,4 @@
-"""Everything Ray: connecting, places, replicas, their calls, their deaths. The only file that imports ray.
+"""Replicas on Ray: connecting, places, their calls, their deaths.
 
 It turns what Ray reports into the scheduler's events and the scheduler's actions into Ray calls. Only ids,
 paths and counts cross Ray, never tensors. Ray restarts nothing by itself (`max_restarts=0`): a replacement is
@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hsray.cluster.errors import cause_of, describe, is_node_loss, is_task_error
+from hsray.cluster.nodes import alive_nodes, draining_nodes, node_of, slots_of
 from hsray.config import ClusterConfig
-from hsray.errors import ConfigError, EngineError, HsrayError, ReplicaLost, SelfTestError, StoreError
+from hsray.crash_points import crash_environment
+from hsray.errors import ConfigError, EngineError, HsrayError, SelfTestError, StoreError
 from hsray.events import (
     Draining,
     Event,
@@ -189,11 +192,13 @@ class RayCluster:
             "max_task_retries": 0,
             "max_concurrency": _ACTOR_THREADS,
         }
+        if crash := crash_environment():
+            options["runtime_env"] = {"env_vars": crash}
         if self.config.resources:
             options["resources"] = dict(self.config.resources)
         if self.config.label_selector:
             options["label_selector"] = dict(self.config.label_selector)
-        node_id = _node_of(place)
+        node_id = node_of(place)
         if node_id is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
         actor = ray.remote(ReplicaActor).options(**options).remote(self.spec, replica)
@@ -324,29 +329,27 @@ class RayCluster:
             self.emit(LeaseDone(call.replica, outcome))
 
     def _on_error(self, call: _Call, handle: _Handle, error: Exception) -> None:
-        import ray
-
-        cause = _cause(error)
-        if isinstance(error, ray.exceptions.RayTaskError) and not isinstance(error, ray.exceptions.RayActorError):
+        cause = cause_of(error)
+        if is_task_error(error):
             # The replica lives; our own code raised in it.
             if call.kind != "lease":
-                log.warning("replica %s: %s", call.replica, _describe(cause))
+                log.warning("replica %s: %s", call.replica, describe(cause))
             elif isinstance(cause, EngineError):
-                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "replica", _describe(cause)))
+                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "replica", describe(cause)))
             elif isinstance(cause, StoreError) and cause.transient:
                 self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "storage", str(cause)))
             elif isinstance(cause, HsrayError):
                 self.emit(RunFailed(cause))
             else:  # the plan's object is gone or damaged, or a bug; the engine is not to blame
                 log.error("lease %s on replica %s failed", call.lease_id, call.replica, exc_info=error)
-                self.emit(RunFailed(HsrayError(f"lease {call.lease_id} on {call.replica}: {_describe(cause)}")))
+                self.emit(RunFailed(HsrayError(f"lease {call.lease_id} on {call.replica}: {describe(cause)}")))
             return
         with self._lock:
             if self._forget(call.replica) is None:
                 return
         _kill(handle)
         if handle.facts is None:
-            reason = self._with_log(handle, _describe(cause))
+            reason = self._with_log(handle, describe(cause))
             # An engine that did not start may start next time: a port taken, a predecessor's memory not freed yet.
             permanent = isinstance(cause, ConfigError | SelfTestError)
             if permanent:
@@ -354,16 +357,14 @@ class RayCluster:
             self.emit(ReplicaFailedToStart(call.replica, reason, permanent))
         else:
             blame = not self._was_announced(error, handle)
-            self.emit(ReplicaDied(call.replica, self._with_log(handle, _describe(cause)), blame))
+            self.emit(ReplicaDied(call.replica, self._with_log(handle, describe(cause)), blame))
 
     def _was_announced(self, error: Exception, handle: _Handle) -> bool:
         """Whether the loss is the node's doing rather than the lease's."""
-        import ray
-
-        if handle.is_draining or isinstance(error, ray.exceptions.NodeDiedError) or getattr(error, "preempted", False):
+        if handle.is_draining or is_node_loss(error):
             return True
         try:
-            return handle.node_id is not None and handle.node_id not in {n["NodeID"] for n in _alive_nodes()}
+            return handle.node_id is not None and handle.node_id not in {n["NodeID"] for n in alive_nodes()}
         except Exception as err:  # noqa: BLE001 - whatever Ray says: the death itself must be reported
             log.warning("cannot ask Ray for its nodes: %s", err)
             return False
@@ -407,29 +408,20 @@ class RayCluster:
             found = {"r0"}
         else:
             found = set()
-            for node in _alive_nodes():
-                if not self._suits(node):
-                    continue
-                slots = int(node["Resources"].get("GPU", 0)) // self.gpus_per_replica
+            for node in alive_nodes():
+                slots = slots_of(node, self.config, self.gpus_per_replica)
                 found |= {f"{node['NodeID']}/{slot}" for slot in range(slots)}
         for place in sorted(found - self._places):
             self.emit(PlaceFound(place))
         for place in sorted(self._places - found):
             self.emit(PlaceGone(place))
         self._places = found
-        for node_id in _draining_nodes():
+        for node_id in draining_nodes():
             with self._lock:
                 handles = [h for h in self._handles.values() if h.node_id == node_id and not h.is_draining]
             for handle in handles:
                 handle.is_draining = True
                 self.emit(Draining(handle.name))
-
-    def _suits(self, node: dict[str, Any]) -> bool:
-        """Whether the node has the labels and resources a replica needs (Ray's `in(...)` and `!x` are left to Ray)."""
-        labels = node.get("Labels", {})
-        plain = {k: v for k, v in self.config.label_selector.items() if not v.startswith(("!", "in("))}
-        has_labels = all(labels.get(key) == value for key, value in plain.items())
-        return has_labels and all(node["Resources"].get(k, 0) >= v for k, v in self.config.resources.items())
 
     def _forget(self, replica: str) -> _Handle | None:
         """Holds the lock."""
@@ -451,7 +443,7 @@ class RayCluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        alive = {n["NodeID"] for n in _alive_nodes()}
+        alive = {n["NodeID"] for n in alive_nodes()}
         if self.is_local:
             _sweep_when_dead(self.spec.spool.path)
             return
@@ -482,54 +474,5 @@ def _sweep_when_dead(path: str) -> int:
     return removed + len(sweep(path))
 
 
-def _alive_nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _draining_nodes() -> list[str]:
-    import ray
-
-    state = getattr(ray._private.state, "state", None)
-    get = getattr(state, "get_draining_nodes", None)
-    return list(get()) if get is not None else []
-
-
-def _node_of(place: str) -> str | None:
-    node_id, slash, _ = place.rpartition("/")
-    return node_id if slash else None
-
-
 def _slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)
-
-
-def _cause(error: Exception) -> BaseException:
-    """Our own exception inside Ray's wrapping, or Ray's."""
-    import ray
-
-    cause = getattr(error, "cause", None)
-    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
-        return cause
-    if isinstance(error, ray.exceptions.RayActorError):
-        return error.__cause__ or _creation_cause(error) or ReplicaLost(str(error).strip().splitlines()[0])
-    return error
-
-
-def _creation_cause(error: Any) -> BaseException | None:
-    """An actor whose constructor raised dies with the error's text as its reason."""
-    text = str(error)
-    for kind in ("ConfigError", "SelfTestError", "EngineStartError", "SpoolFull", "StoreUnusable", "StoreUnavailable"):
-        marker = f"{kind}: "
-        if marker in text:
-            from hsray import errors
-
-            message = text.rpartition(marker)[2].strip()
-            made: BaseException = getattr(errors, kind)(message)
-            return made
-    return None
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

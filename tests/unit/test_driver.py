@@ -1,0 +1,115 @@
+"""The driver's loop never waits for the store: signals and everything else are heard while it is away."""
+
+import queue
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hsray.cluster import RunFailed, Totals
+from hsray.config import BudgetConfig, make_config
+from hsray.driver import Driver, open_scheduler
+from hsray.errors import StoreUnusable
+from hsray.events import PlaceFound, ReplicaReady, StopRequested
+from hsray.ledger import Ledger
+from hsray.plan import load_plan
+from hsray.store import Store, open_store
+from tests.small_run import build_small_run
+
+
+class FakeCluster:
+    """One replica that says what it is and does nothing."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def spawn(self, place: str, replica: str) -> None: ...
+
+    def retire(self, replica: str) -> None: ...
+
+    def cancel_lease(self, *_: Any) -> None: ...
+
+    def start_lease(self, replica: str, lease: Any, attempt: str, plan: Any) -> None:
+        self.started.append(lease.lease_id)
+
+    def totals(self) -> Totals:
+        return Totals()
+
+    def facts(self) -> list[Any]:
+        return [
+            SimpleNamespace(
+                replica="n1/0#1",
+                sglang_version="1",
+                model_class="M",
+                engine_dtype="bfloat16",
+                engine={},
+                node="n1",
+                log_path="log",
+                self_test_skipped=(),
+            )
+        ]
+
+
+class StalledStore(Store):
+    """Creating waits until it is let go; then it is refused."""
+
+    stalled: threading.Event
+    go_on: threading.Event
+
+    def attempt(self, operation: str, key: str, request: Any) -> Any:
+        if operation == "create":
+            self.stalled.set()
+            assert self.go_on.wait(30)
+            raise StoreUnusable("told to")
+        return super().attempt(operation, key, request)
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Driver:
+    run = build_small_run(str(tmp_path / "run"), finish=False)
+    run.store.delete(["leases/000001.json"])
+    plain = open_store(run.url)
+    store = StalledStore(plain.url, plain.backend)
+    store.stalled, store.go_on = threading.Event(), threading.Event()
+    ledger = Ledger(store, run.record["run_id"])
+    plan = load_plan(store, run.record["plan"])
+    scheduler = open_scheduler(ledger, plan, BudgetConfig())
+    assert scheduler is not None
+    config = make_config(
+        {"model": {"path": "m"}, "prompts": {"path": "p"}, "output": {"url": run.url}, "log": {"interval_seconds": 60}}
+    )
+    job: Any = SimpleNamespace(config=config, store=store, ledger=ledger, plan=plan)
+    cluster: Any = FakeCluster()
+    return Driver(job, scheduler, cluster, queue.SimpleQueue())
+
+
+def test_a_stop_is_heard_while_a_ready_replica_waits_for_the_store(driver: Driver) -> None:
+    store: Any = driver.job.store
+    driver.events.put(PlaceFound("n1/0"))
+    driver.events.put(ReplicaReady("n1/0#1"))
+
+    def stop() -> None:
+        assert store.stalled.wait(30)
+        driver.events.put(StopRequested())
+
+    threading.Thread(target=stop).start()
+    finished = driver.drive()
+
+    assert finished.reason == "stopped"
+    assert not store.go_on.is_set()
+    store.go_on.set()
+
+
+def test_a_store_that_refuses_a_ready_replica_ends_the_run(driver: Driver) -> None:
+    store: Any = driver.job.store
+    store.go_on.set()
+    driver.events.put(PlaceFound("n1/0"))
+    driver.events.put(ReplicaReady("n1/0#1"))
+
+    with pytest.raises(StoreUnusable, match="told to"):
+        driver.drive()
+    assert driver.events.empty() or isinstance(driver.events.get(), RunFailed)
+    cluster: Any = driver.cluster
+    assert cluster.started == []
