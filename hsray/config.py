@@ -229,7 +229,7 @@ class SpoolConfig(Section):
     path: str = "/dev/shm/hsray"
     """Directory on a tmpfs, on every node. Each replica makes its own folder there and removes it."""
     bytes: int | Literal["auto"] = "auto"
-    """Arena size per replica. `auto`: four shards, at most a quarter of what the file system has free."""
+    """Arena size per replica. `auto`: six shards, at most a quarter of what the file system has free."""
     high_watermark: float = Field(default=0.8, gt=0, le=1)
     """Above this fill, no new prompt enters the engine and what is complete is written early."""
     low_watermark: float = Field(default=0.6, ge=0, lt=1)

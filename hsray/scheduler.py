@@ -47,6 +47,11 @@ from hsray.events import (
 from hsray.lease_queue import LeaseQueue, OpenLease, Tail, plan_order
 from hsray.records import DeadPrompt, Lease, LeaseOutcome, Resolution
 
+# One lease prefills while the other is written.
+_LEASES_AT_THE_END = 2
+# Waiting leases per replica above which a replica may hold more than that.
+_PLENTY_PER_REPLICA = 4
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -91,7 +96,8 @@ class Scheduler:
         total_rows: planned prompts of the run, finished ones included.
         already_dead, already_committed: prompts finished by earlier drivers.
         new_attempt_id: returns an id that no driver of this run ever used.
-        leases_in_flight: leases per ready replica.
+        leases_in_flight: most leases per ready replica. Above two, they are given only while much waits: what one
+            replica holds at the end of a run, the others cannot help with.
         speculate: run a second copy of the oldest lease on a replica that has nothing else to do.
     """
 
@@ -106,7 +112,7 @@ class Scheduler:
         already_dead: int,
         already_committed: int,
         new_attempt_id: Callable[[], str],
-        leases_in_flight: int = 2,
+        leases_in_flight: int = _LEASES_AT_THE_END,
         speculate: bool = True,
     ) -> None:
         self._budgets = budgets
@@ -566,7 +572,8 @@ class Scheduler:
             return
         num_held = 0
         hungry = sorted(self._hungry.values(), key=lambda r: r.serial)
-        for depth in range(self._leases_in_flight):
+        plenty = len(self._queue) > _PLENTY_PER_REPLICA * len(self._replicas)
+        for depth in range(self._leases_in_flight if plenty else min(self._leases_in_flight, _LEASES_AT_THE_END)):
             for replica in [r for r in hungry if len(r.running) == depth]:
                 if replica.running and num_held < self._num_waiting_suspects(replica.place):
                     num_held += 1  # a suspect needs a replica of its own: let this one run dry

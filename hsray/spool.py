@@ -256,8 +256,12 @@ def shared_memory_files(pid: int) -> set[str]:
     return found.union(*(shared_memory_files(child) for child in children))
 
 
+# Four leases side by side below the high watermark, and room for prompts that straddle it.
+_AUTO_SHARDS = 6
+
+
 def auto_arena_bytes(root: str | Path, shard_bytes: int, largest_prompt_bytes: int, replicas_per_node: int) -> int:
-    """Arena size for `spool.bytes: auto`: four shards or two of the largest prompt, whichever is more, at
+    """Arena size for `spool.bytes: auto`: six shards or two of the largest prompt, whichever is more, at
     most a quarter of what is free at `root` shared by the node's replicas, in whole pages.
 
     Raises ConfigError if `root` cannot be made.
@@ -268,6 +272,6 @@ def auto_arena_bytes(root: str | Path, shard_bytes: int, largest_prompt_bytes: i
         free = shutil.disk_usage(root).free
     except OSError as err:
         raise ConfigError(f"spool.path: {root} is not usable: {err.strerror}") from err
-    wanted = max(4 * shard_bytes, 2 * largest_prompt_bytes)
+    wanted = max(_AUTO_SHARDS * shard_bytes, 2 * largest_prompt_bytes)
     nbytes = min(wanted, free // 4 // max(1, replicas_per_node))
     return max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT)
