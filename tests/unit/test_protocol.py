@@ -117,7 +117,7 @@ class NeverBisects(Scheduler):
         ({"make_ledger": LastWriterWins}, "changed after it was read"),
         ({"make_ledger": KeyPerKind}, "changed after it was read"),
         ({"make_scheduler": TidiesUpAfterZombies}, "the bytes of .* are not there"),
-        ({"make_scheduler": BelievesItself}, "outside the lease tree|says complete while"),
+        ({"make_scheduler": BelievesItself}, "outside the lease tree|says complete while|not in that lease"),
         ({"make_scheduler": ForgetsRemainders}, "says complete while"),
         ({"make_scheduler": NeverBisects}, "still going"),
     ],
