@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,7 +30,7 @@ from hsray.events import Action, Finished, ReplicaFailedToStart, ReplicaReady, R
 from hsray.ledger import Ledger
 from hsray.plan import Plan, read_lease_prompts
 from hsray.progress import ProgressDisplay, Snapshot
-from hsray.records import JsonDict
+from hsray.records import JsonDict, Lease, ResolutionSummary
 from hsray.replica import ReplicaSpec
 from hsray.scheduler import Scheduler
 from hsray.schema import ENGINE_KEY, shard_metadata
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.5
 # Commits and shard deletions at once; each is one small request.
 _COMMIT_THREADS = 16
-
 
 # A lease's shard is written by one thread (0.4 to 0.7 s/GB), and a fast engine makes 4 GB/s of states: one lease
 # prefills while up to three are written.
@@ -107,21 +106,34 @@ def open_scheduler(ledger: Ledger, plan: Plan, budgets: BudgetConfig) -> Schedul
     found, accounting = ledger.account(plan.leases)
     if not accounting.open:
         return None
-    attempts: dict[int, int] = {}
-    for resolution in found.values():
-        for row, count in resolution.attempts.items():
-            attempts[row] = max(count, attempts.get(row, 0))
     return Scheduler(
         accounting.open,
         budgets,
         starts=ledger.starts(),
-        attempts=attempts,
+        attempts=_tries_so_far(accounting.open, found),
         total_rows=plan.num_prompts,
         already_dead=len(accounting.dead),
         already_committed=len(accounting.committed),
         new_attempt_id=lambda: uuid.uuid4().hex[:12],
         leases_in_flight=LEASES_IN_FLIGHT,
     )
+
+
+def _tries_so_far(open_: Sequence[Lease], found: Mapping[str, ResolutionSummary]) -> dict[int, int]:
+    """Failed tries of the rows that are still open, from the records of the leases they come from.
+
+    A lease that `retry_dead` opened (`.g1`) begins anew: what happened before is why its prompts were dead.
+    """
+    tries: dict[int, int] = {}
+    for lease in open_:
+        rows = set(lease.rows)
+        ancestor, _, suffix = lease.lease_id.rpartition(".")
+        while ancestor and not suffix.startswith("g"):
+            for row, count in found[ancestor].attempts.items():
+                if row in rows:
+                    tries[row] = max(count, tries.get(row, 0))
+            ancestor, _, suffix = ancestor.rpartition(".")
+    return tries
 
 
 class Driver:
@@ -184,7 +196,8 @@ class Driver:
             "engine_dtype": facts.engine_dtype,
             **facts.engine,
         }
-        stored = self.job.store.create_once(ENGINE_KEY, {"engine": mine}).record["engine"]
+        self_test = {"passed": list(facts.self_test_passed), "skipped": list(facts.self_test_skipped)}
+        stored = self.job.store.create_once(ENGINE_KEY, {"engine": mine, "self_test": self_test}).record["engine"]
         allowed = self.job.config.engine.allow_change
         changed = [k for k in NUMBERS_DEPEND_ON if mine.get(k) != stored.get(k) and k not in allowed]
         if not changed:

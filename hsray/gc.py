@@ -21,7 +21,7 @@ from hsray.errors import ConfigError, HsrayError, StoreUnusable
 from hsray.ledger import Ledger
 from hsray.log import configure_logging
 from hsray.records import JsonDict
-from hsray.schema import DATA_PREFIX, PLAN_PREFIX, REJECTS_PREFIX, RUN_KEY
+from hsray.schema import DATA_PREFIX, KEYS, PLAN_PREFIX, PREFIXES, REJECTS_PREFIX, RUN_KEY
 from hsray.store import ObjectInfo, Store, open_store
 from hsray.store_clients import LocalBackend
 from hsray.verify.__main__ import parse_options
@@ -34,6 +34,10 @@ RETRY_SECONDS = 300.0
 _PROBE = re.compile(r"\.hsray-probe-[0-9a-f]+")
 # obstore and `upload` write local files under the key's name and this; listings leave them out.
 _UNFINISHED_FILES = "*#[0-9]*"
+# What hsray itself writes: somebody's own `notes#1` in the folder is none of our business.
+_OUR_FILE = re.compile(
+    rf"(?:{'|'.join(map(re.escape, PREFIXES))})|(?:{'|'.join(map(re.escape, KEYS))}|{_PROBE.pattern})#"
+)
 _DELETE_AT_ONCE = 1000
 
 
@@ -117,6 +121,7 @@ def unfinished_uploads(store: Store, storage_options: Mapping[str, Any]) -> list
         return [
             UnfinishedUpload(str(path.relative_to(root)), "", datetime.fromtimestamp(path.stat().st_mtime, UTC))
             for path in root.rglob(_UNFINISHED_FILES)
+            if path.is_file() and _OUR_FILE.match(path.relative_to(root).as_posix())
         ]
     if not store.url.startswith("s3://"):
         return []

@@ -151,7 +151,7 @@ class LayerOracle:
     def _weights(self, path: Path, layer: int) -> dict[str, Any]:
         torch = self._torch
         safetensors = importlib.import_module("safetensors")
-        weights: dict[str, Any] = {"model.embed_tokens.weight": None}
+        weights: dict[str, Any] = {}
         for file in sorted(path.glob("*.safetensors")):
             with safetensors.safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict

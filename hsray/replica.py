@@ -2,8 +2,8 @@
 
 A lease is run by one thread: it admits prompts to the engine while the arena has room, joins each answer of
 the engine with the capture's message, writes complete prompts into shards, and frees their slots once the
-shard is stored. Two leases run side by side, so the engine never waits at a lease boundary; the older one is
-served first. The class knows nothing of Ray and can be used without it.
+shard is stored. Several leases run side by side, so the engine never waits for a shard to be written; the oldest
+is served first. The class knows nothing of Ray and can be used without it.
 """
 
 import asyncio
@@ -146,6 +146,8 @@ class _LeaseRun:
     ready: list[tuple[Prompt, Slot]] = field(default_factory=list)
     shards: list[ShardRecord] = field(default_factory=list)
     failures: list[PromptFailure] = field(default_factory=list)
+    norm_sums: dict[str, float] = field(default_factory=dict)  # by site, over the tokens of finished prompts
+    tokens: int = 0
     cancelled: bool = False
     keep: bool = True
 
@@ -293,6 +295,8 @@ class Replica:
                 # still in the engine gives its slot back when it lands.
                 self._drop(run)
                 self._lock.notify_all()
+        norms = ", ".join(f"{site} {total / run.tokens:.4g}" for site, total in run.norm_sums.items())
+        log.info("lease %s: %d tokens, mean norm %s", lease.lease_id, run.tokens, norms or "of nothing")
         crash_point("before_lease_report")
         return LeaseOutcome(
             lease_id=lease.lease_id,
@@ -393,8 +397,9 @@ class Replica:
         if not run.ready:
             return []
         is_last = not run.pending and not run.in_flight
-        # The arena is too full to go on, and nothing of this lease is on its way to make its shard larger.
-        is_blocked = bool(run.pending) and not run.in_flight
+        # The arena is too full to go on, nothing of this lease is on its way to make its shard larger, and no other
+        # lease is about to give room back.
+        is_blocked = bool(run.pending) and not run.in_flight and not self._writing
         if not (is_last or is_blocked or run.ready_bytes >= self.spec.shard_bytes):
             return []
         rows, run.ready = sorted(run.ready, key=lambda item: item[0].row), []
@@ -508,6 +513,9 @@ class Replica:
         elif run in self._runs:  # its lease has not failed meanwhile
             self._prompts += 1
             self._tokens += flight.prompt.num_tokens
+            run.tokens += flight.prompt.num_tokens
+            for site, norm in zip(self.spec.sites, captured.mean_norm, strict=True):
+                run.norm_sums[site] = run.norm_sums.get(site, 0.0) + norm * flight.prompt.num_tokens
             run.ready.append((flight.prompt, flight.slot))
             return
         self.admission.release(flight.slot)

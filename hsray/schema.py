@@ -33,6 +33,8 @@ FINAL_NORM_KEY = "final_norm.safetensors"
 CARD_KEY = "README.md"
 SUCCESS_KEY = "_SUCCESS"
 LAST_EXIT_KEY = "last_exit.json"
+PREFIXES = (PLAN_PREFIX, LEASES_PREFIX, ATTEMPTS_PREFIX, RETRIES_PREFIX, DATA_PREFIX, REJECTS_PREFIX)
+KEYS = (RUN_KEY, ENGINE_KEY, INDEX_KEY, FINAL_NORM_KEY, CARD_KEY, SUCCESS_KEY, LAST_EXIT_KEY)
 
 MAX_SEGMENT_TOKENS = 4096
 # One segment is one row group; the Hugging Face viewer refuses row groups over 286 MiB, and a Parquet page

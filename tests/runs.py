@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from hsray.ledger import Ledger, account
+from hsray.ledger import Ledger
 from hsray.plan import load_plan
 from hsray.reader import open_run
 from hsray.store import Store, open_store
@@ -114,7 +114,7 @@ class Run:
         record = ledger.read_run()
         assert record is not None
         plan = load_plan(store, record["plan"])
-        found = account(plan.leases, ledger.resolutions())
+        _, found = ledger.account(plan.leases)
         assert not found.open
         assert len(found.committed) + len(found.dead) + plan.num_rejects == plan.num_rows
         assert not set(found.committed) & set(found.dead)

@@ -44,7 +44,7 @@ _PING_SECONDS = 5.0
 # A replica that does not even answer a ping for this long is taken for dead.
 _PING_DEADLINE_SECONDS = 300.0
 _SHUTDOWN_SECONDS = 20.0
-# Calls that one replica may run at once: two leases, pings, cancels, facts.
+# Calls that one replica may run at once: four leases, pings, cancels, facts.
 _ACTOR_THREADS = 12
 # hsray puts nothing large into Ray's object store; left alone it would take a third of the memory.
 _LOCAL_OBJECT_STORE_BYTES = 100_000_000

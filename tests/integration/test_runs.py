@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hsray import retry_dead
 from hsray.errors import ExitCode
 from hsray.reader import open_run
 from hsray.store import open_store
@@ -69,6 +70,16 @@ def test_bad_prompts_die_alone_and_say_why(new_run: Any) -> None:
     assert run.check_states() == 28
     assert "p4" in run.log()
     assert run.finish("budgets.max_dead_fraction=0.5", name="second") == ExitCode.COMPLETE
+
+    # Another chance for both, on an engine that has learned one of them: three new tries each.
+    assert retry_dead.main([run.url]) == ExitCode.COMPLETE
+    assert run.finish("engine.args.nan_token=-1", "budgets.max_dead_fraction=0.5", name="again") == ExitCode.COMPLETE
+    committed, dead, _ = run.outcomes()
+    assert set(dead) == {11}
+    assert committed == set(range(30)) - {11}
+    assert dead[11].attempts == 3
+    assert run.check_states() == 29
+    assert verify_run(run.url, full=True).problems == []
 
 
 def test_a_prompt_that_kills_the_engine_is_found_and_the_rest_delivered(new_run: Any) -> None:

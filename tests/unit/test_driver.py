@@ -10,11 +10,12 @@ import pytest
 
 from hsray.cluster import RunFailed, Totals
 from hsray.config import BudgetConfig, make_config
-from hsray.driver import Driver, open_scheduler
+from hsray.driver import Driver, _tries_so_far, open_scheduler
 from hsray.errors import StoreUnusable
 from hsray.events import PlaceFound, ReplicaReady, StopRequested
 from hsray.ledger import Ledger
 from hsray.plan import load_plan
+from hsray.records import Lease, ResolutionSummary
 from hsray.store import Store, open_store
 from tests.small_run import build_small_run
 
@@ -47,7 +48,8 @@ class FakeCluster:
                 engine={},
                 node="n1",
                 log_path="log",
-                self_test_skipped=(),
+                self_test_passed=("norm",),
+                self_test_skipped=("layer 4",),
             )
         ]
 
@@ -100,6 +102,35 @@ def test_a_stop_is_heard_while_a_ready_replica_waits_for_the_store(driver: Drive
     assert finished.reason == "stopped"
     assert not store.go_on.is_set()
     store.go_on.set()
+
+
+def test_the_run_remembers_what_the_self_test_could_not_check(driver: Driver) -> None:
+    driver.job.store = open_store(driver.job.store.url)  # type: ignore[misc]
+
+    driver._judge_engine(ReplicaReady("n1/0#1"))
+
+    assert driver.job.store.get_json("engine.json")["self_test"] == {"passed": ["norm"], "skipped": ["layer 4"]}
+
+
+def test_tries_follow_a_prompt_down_the_tree_but_not_into_a_new_generation() -> None:
+    def record(lease_id: str, tries: dict[int, int]) -> ResolutionSummary:
+        return ResolutionSummary("commit", lease_id, (), (), tries, (), 0, 0)
+
+    found = {
+        "000001": record("000001", {4: 1, 5: 2}),
+        "000001.r": record("000001.r", {4: 2}),
+        "000001.r.r": record("000001.r.r", {}),
+        "000001.r.r.g1": record("000001.r.r.g1", {5: 1}),
+    }
+
+    def tries(lease_id: str) -> dict[int, int]:
+        return _tries_so_far([Lease(lease_id, (4, 5), (9, 9))], found)
+
+    assert tries("000002") == {}
+    assert tries("000001.r") == {4: 1, 5: 2}
+    assert tries("000001.r.r") == {4: 2, 5: 2}
+    assert tries("000001.r.r.g1") == {}
+    assert tries("000001.r.r.g1.r") == {5: 1}
 
 
 def test_a_store_that_refuses_a_ready_replica_ends_the_run(driver: Driver) -> None:

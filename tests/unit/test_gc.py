@@ -58,6 +58,7 @@ def test_what_nothing_names_goes_once_it_is_old_and_the_run_stays_whole(run: Sma
         leave(run, key.replace("0", "1", 1) if key.startswith(".") else f"{key}.young", days=0.5)
     leave(run, "data/000000-lost-0.parquet#1", days=2)
     leave(run, "my-notes.txt", days=2)
+    leave(run, "report #1.txt", days=2)  # looks like an unfinished file, and is none of ours
 
     found = find_garbage(run.store)
     assert sorted(info.key for info in found.objects) == sorted(GARBAGE)
@@ -68,6 +69,7 @@ def test_what_nothing_names_goes_once_it_is_old_and_the_run_stays_whole(run: Sma
     again = find_garbage(run.store)
     assert (again.objects, again.uploads, again.young) == ([], [], len(GARBAGE))
     assert (Path(run.url) / "my-notes.txt").exists()
+    assert (Path(run.url) / "report #1.txt").exists()
     assert verify_run(run.url, full=True).problems == []
 
 
