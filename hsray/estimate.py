@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _EXAMPLES_PER_REASON = 3
 _MASK_EXAMPLES = 3
 # Size against the plain tensor. Known codecs only: an estimate of others would be a guess.
-_CODEC_RATIO = {"none": 1.0, "bf16-hl-zstd": 0.68}
+_CODEC_RATIO = {"none": 1.0}
 SECONDS_PER_HOUR = 3600
 
 

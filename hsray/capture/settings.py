@@ -39,4 +39,4 @@ class CaptureSettings:
         if not raw:
             return None
         data = json.loads(raw)
-        return cls(**{**data, "sites": tuple(data["sites"]), "layer_sites": tuple(data["layer_sites"])})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})

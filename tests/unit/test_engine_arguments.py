@@ -1,7 +1,9 @@
+import json
 from typing import Any
 
 import pytest
 
+from hsray.capture.settings import CaptureSettings
 from hsray.engine import FIXED_ARGUMENTS, EngineSpec, check_arguments, engine_arguments
 from hsray.errors import ConfigError
 
@@ -67,3 +69,28 @@ def test_the_cpu_engine_takes_the_exact_backend() -> None:
     merged = engine_arguments(EngineSpec("m", args={"device": "cpu"}, is_cpu=True), KNOWN)
 
     assert (merged["device"], merged["attention_backend"], merged["dtype"]) == ("cpu", "torch_native", "float32")
+
+
+def test_capture_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = CaptureSettings(
+        "address", "/dev/shm/a", 4096, ("resid_pre_1", "final_prenorm"), "bfloat16", ("resid_pre_2",)
+    )
+    for name, value in given.to_environment().items():
+        monkeypatch.setenv(name, value)
+
+    assert CaptureSettings.from_environment() == given
+
+
+def test_capture_settings_written_by_hand_need_no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = {
+        "channel": "a",
+        "arena_path": "b",
+        "arena_bytes": 1,
+        "sites": ["final_prenorm"],
+        "stored_dtype": "float32",
+    }
+    monkeypatch.setenv("HSRAY_CAPTURE", json.dumps(required))
+
+    settings = CaptureSettings.from_environment()
+
+    assert settings == CaptureSettings("a", "b", 1, ("final_prenorm",), "float32")

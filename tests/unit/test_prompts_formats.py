@@ -457,7 +457,8 @@ def test_lines_that_are_arrays_are_bad_rows_and_not_one_array(tmp_path: Path, ch
 
 
 def test_a_data_set_that_datasets_saved(tmp_path: Path, chatml: PromptTokenizer) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     data = [{"id": n, "messages": HI, "images": None, "tools": None} for n in range(5)]
     split = datasets.Dataset.from_list(data)
     datasets.DatasetDict({"train": split, "test": split.select([1])}).save_to_disk(tmp_path / "set")
