@@ -39,4 +39,5 @@ class CaptureSettings:
         if not raw:
             return None
         data = json.loads(raw)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        data["sites"], data["layer_sites"] = tuple(data["sites"]), tuple(data.get("layer_sites", ()))
+        return cls(**data)
