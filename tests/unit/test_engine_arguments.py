@@ -93,4 +93,4 @@ def test_capture_settings_written_by_hand_need_no_defaults(monkeypatch: pytest.M
 
     settings = CaptureSettings.from_environment()
 
-    assert settings == CaptureSettings("a", "b", 1, ("s",), "float32")
+    assert settings == CaptureSettings("a", "b", 1, ("final_prenorm",), "float32")
