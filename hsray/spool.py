@@ -9,11 +9,12 @@ it is mapped: a full tmpfs is an ENOSPC here, never a SIGBUS later. Only numpy a
 import bisect
 import errno
 import fcntl
-import glob
+import logging
 import mmap
 import os
 import re
 import shutil
+import subprocess
 import time
 import uuid
 from collections.abc import Iterable
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsray.errors import ConfigError, SpoolFull
+from hsray.reaper import LEFTOVERS_NAME, LOCK_NAME, remove_arena, start_reaper
+
+log = logging.getLogger(__name__)
 
 ARENA_NAME = "arena"
-_LOCK_NAME = "lock"
-_LEFTOVERS_NAME = "leftovers"
 # Written into the lock file: a folder is an arena by its name and by this, so that a spool.path shared with
 # strangers (/dev/shm itself) costs them nothing.
 _MARK = b"hsray arena\n"
@@ -153,7 +155,7 @@ class Arena:
             staging.mkdir(parents=True, mode=0o700)
             # Held for the life of this process and freed by the kernel at its death, in whatever pid
             # namespace: a folder whose lock can be taken has no owner.
-            self._lock = os.open(staging / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(staging / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             os.write(self._lock, _MARK)
             staging.rename(self.directory)
@@ -163,6 +165,10 @@ class Arena:
             kind = SpoolFull if err.errno in _NO_ROOM else ConfigError
             raise kind(f"spool.path: cannot make a folder in {root}: {err.strerror}") from err
         self.path = self.directory / ARENA_NAME
+        try:
+            start_reaper(self.directory)
+        except (OSError, subprocess.CalledProcessError) as err:
+            log.warning("no reaper for %s: %s. Should this process be killed, the next replica sweeps", self.path, err)
         file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, nbytes)
@@ -187,12 +193,11 @@ class Arena:
     def adopt(self, files: Iterable[str | Path]) -> None:
         """Name shared-memory files (absolute paths or globs) that go with this arena, whoever removes it: what
         SGLang's processes would have unlinked themselves had they not been killed."""
-        (self.directory / _LEFTOVERS_NAME).write_text("\n".join(str(file) for file in files))
+        (self.directory / LEFTOVERS_NAME).write_text("\n".join(str(file) for file in files))
 
     def remove(self) -> None:
         """Unlink the arena and what it adopted, and let go of the lock. Views already given out stay readable."""
-        _remove_leftovers(self.directory)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_arena(self.directory)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -211,7 +216,7 @@ def sweep(root: str | Path) -> list[Path]:
         try:
             if is_new and time.time() - directory.stat().st_mtime < _ABANDONED_NEW_SECONDS:
                 continue  # its owner may be between mkdir and flock
-            lock = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue  # not an arena, another user's, or removed by its owner just now
         try:
@@ -221,22 +226,11 @@ def sweep(root: str | Path) -> list[Path]:
         except OSError:
             continue
         else:
-            _remove_leftovers(directory)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_arena(directory)
             removed.append(directory)
         finally:
             os.close(lock)
     return removed
-
-
-def _remove_leftovers(directory: Path) -> None:
-    try:
-        names = (directory / _LEFTOVERS_NAME).read_text().splitlines()
-    except OSError:
-        return
-    for name in names:
-        for file in glob.glob(name):  # noqa: PTH207 - Path.glob takes no absolute pattern
-            Path(file).unlink(missing_ok=True)
 
 
 def shared_memory_files(pid: int) -> set[str]:

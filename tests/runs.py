@@ -144,7 +144,7 @@ class Run:
 
         wait_until(lambda: not left(agents=False), 30, lambda: str(left(agents=False)))
         wait_until(lambda: not left(agents=True), 150, lambda: str(left(agents=True)))
-        assert list(self.spool.glob("*")) == []
+        wait_until(lambda: not list(self.spool.glob("*")), 20, lambda: str(list(self.spool.rglob("*"))))
 
 
 def make_run(folder: Path, rows: Sequence[Any], **options: Any) -> Run:

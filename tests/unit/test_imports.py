@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "hsray"
 
 # Lowest first. A module may import from its own level or below.
 LEVELS = [
-    {"errors", "records", "sites", "schema", "log", "channel", "crash_points", "units"},
+    {"errors", "records", "sites", "schema", "log", "channel", "crash_points", "units", "reaper"},
     {
         "config",
         "store",

@@ -110,8 +110,9 @@ def test_sweep_removes_the_dead_and_spares_the_living(tmp_path: Path) -> None:
     code = textwrap.dedent(
         f"""
         import os, signal
-        from hsray.spool import Arena
-        Arena({str(tmp_path)!r}, 4096)
+        import hsray.spool
+        hsray.spool.start_reaper = lambda directory: None  # as if it had been killed too
+        hsray.spool.Arena({str(tmp_path)!r}, 4096)
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
@@ -167,8 +168,9 @@ def test_a_sweep_removes_what_a_dead_owner_adopted(tmp_path: Path) -> None:
     code = textwrap.dedent(
         f"""
         import os, signal
-        from hsray.spool import Arena
-        Arena({str(tmp_path / "spool")!r}, 4096).adopt([{str(leftover)!r}])
+        import hsray.spool
+        hsray.spool.start_reaper = lambda directory: None
+        hsray.spool.Arena({str(tmp_path / "spool")!r}, 4096).adopt([{str(leftover)!r}])
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
