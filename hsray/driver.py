@@ -31,7 +31,7 @@ from hsray.ledger import Ledger
 from hsray.plan import Plan, read_lease_prompts
 from hsray.progress import ProgressDisplay, Snapshot
 from hsray.records import JsonDict, Lease, ResolutionSummary
-from hsray.replica import ReplicaSpec
+from hsray.replica_spec import ReplicaSpec
 from hsray.scheduler import Scheduler
 from hsray.schema import ENGINE_KEY, shard_metadata
 from hsray.sites import Site

@@ -1,8 +1,8 @@
 """Removes an arena once its owner is dead, however it died: `python reaper.py DIRECTORY` is a process of its own.
 
 A replica that is killed (with its driver, by the OOM killer) cannot clean up, and where no other replica starts on the
-node nothing would. The reaper waits for the lock that the kernel frees at the owner's death. It runs by its path, not as
-a module of the package, and needs only the standard library: nothing of the owner's environment has to be there.
+node nothing would. The reaper waits for the lock that the kernel frees at the owner's death. It runs by its path, not
+as a module of the package, and needs only the standard library: nothing of the owner's environment has to be there.
 """
 
 import fcntl

@@ -33,7 +33,8 @@ from hsray.events import (
 from hsray.log import tail
 from hsray.plan import PlanRef
 from hsray.records import Lease, LeaseOutcome
-from hsray.replica import Replica, ReplicaFacts, ReplicaProgress, ReplicaSpec
+from hsray.replica import Replica
+from hsray.replica_spec import ReplicaFacts, ReplicaProgress, ReplicaSpec
 from hsray.spool import sweep
 
 log = logging.getLogger(__name__)

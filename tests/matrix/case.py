@@ -25,7 +25,8 @@ from hsray.index import Segments, index_table
 from hsray.plan import Plan, build_plan, load_plan
 from hsray.reader import Run
 from hsray.records import JsonDict, Lease, Prompt, ShardRecord
-from hsray.replica import Replica, ReplicaSpec
+from hsray.replica import Replica
+from hsray.replica_spec import ReplicaSpec
 from hsray.schema import bytes_per_token, shard_metadata
 from hsray.sites import Site, resolve_sites
 from hsray.store import Store, open_store

@@ -19,8 +19,10 @@ from hsray.config import SpoolConfig
 from hsray.engine import EngineSpec
 from hsray.errors import SelfTestError
 from hsray.plan import build_plan, load_plan
+from hsray.probe import self_test
 from hsray.records import Prompt
-from hsray.replica import Replica, ReplicaSpec
+from hsray.replica import Replica
+from hsray.replica_spec import ReplicaSpec
 from hsray.schema import bytes_per_token, shard_metadata
 from hsray.sites import resolve_sites
 from hsray.store import open_store
@@ -80,14 +82,14 @@ def main(folder: Path) -> dict[str, Any]:
         engine_class="tests.mutants.engine:MutantEngine",
     )
     replica = Replica(spec, "mutant")
-    self_test, lease = {}, {}
+    tested, lease = {}, {}
     for fault in SELF_TEST_FAULTS:
         fault_file.write_text(fault)
         try:
-            replica._self_test()
-            self_test[fault] = ""
+            self_test(replica.in_flight, replica.oracle)
+            tested[fault] = ""
         except SelfTestError as err:
-            self_test[fault] = str(err)
+            tested[fault] = str(err)
     for fault in PROMPT_FAULTS:
         fault_file.write_text(fault)
         (only,) = plan.leases
@@ -95,7 +97,7 @@ def main(folder: Path) -> dict[str, Any]:
         lease[fault] = [failure.message for failure in outcome.failures]
     passed = replica.facts().self_test_passed
     replica.shutdown()
-    return {"self_test": self_test, "lease": lease, "passed": passed}
+    return {"self_test": tested, "lease": lease, "passed": passed}
 
 
 if __name__ == "__main__":

@@ -41,7 +41,18 @@ LEVELS = [
         "lease_queue",
     },
     {"status", "verify", "export", "finish", "gc", "retry_dead"},
-    {"capture", "engine", "oracle", "selftest", "replica", "cluster", "progress"},
+    {
+        "capture",
+        "engine",
+        "oracle",
+        "selftest",
+        "replica_spec",
+        "inflight",
+        "probe",
+        "replica",
+        "cluster",
+        "progress",
+    },
     {"extract", "driver", "testing"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
