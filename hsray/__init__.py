@@ -17,4 +17,8 @@ def __getattr__(name: str) -> object:
         from hsray import reader
 
         return getattr(reader, name)
+    if name == "read_run":
+        from hsray.ray_data import read_run
+
+        return read_run
     raise AttributeError(f"module 'hsray' has no attribute {name!r}")

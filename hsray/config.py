@@ -4,18 +4,22 @@ Every default is written here once. Unknown keys are refused with the nearest kn
 imported, so a typo is reported in a tenth of a second.
 """
 
+import copy
 import datetime
 import difflib
+import json
+import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from hsray.errors import ConfigError
+from hsray.site_storage import CODECS, DEFAULT, TOKEN_SELECTIONS, CodecName, TokenSelection
 
 PromptFormat = Literal[
     "auto",
@@ -30,6 +34,8 @@ PromptFormat = Literal[
 ]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Scalar = str | int | float | bool | None
+# What the files under configs/ leave to the user: s3://<your-bucket>/...
+_PLACEHOLDER = re.compile(r"<your-[a-z-]+>")
 
 
 class Section(BaseModel):
@@ -139,10 +145,36 @@ class CaptureConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Stored dtype. It must be the engine's hidden dtype, except that a float32 engine may be stored as
     bfloat16 (rounded to nearest)."""
-    codec: Literal["none"] = "none"
-    """Encoding of tensor columns."""
+    codec: dict[str, CodecName] = {DEFAULT: "none"}
+    """Encoding of states: `none`, `bf16-hl-zstd` (lossless, 0.68 of the size), `fp8-token` or `int8-block64-outlier4`
+    (lossy, about half: docs/format.md). One for all sites, or by site:
+    `{default: bf16-hl-zstd, final_prenorm: none}`."""
+    tokens: dict[str, TokenSelection] = {DEFAULT: "all"}
+    """Positions whose states are stored: `all`, `loss` (those that a loss reads) or `through_last_loss` (all up to the
+    last of these), for all sites or by site: `{default: through_last_loss, final_prenorm: loss}` is what EAGLE-3
+    training reads. Other than `all` needs `prompts.empty_mask: reject`. docs/format.md says what each trainer needs."""
     scope: Literal["prompt"] = "prompt"
     """Which tokens: those of the prompt."""
+
+    @field_validator("codec", "tokens", mode="before")
+    @classmethod
+    def _for_all_sites(cls, value: Any, info: ValidationInfo) -> Any:
+        known: tuple[str, ...] = CODECS if info.field_name == "codec" else TOKEN_SELECTIONS
+        by_site = {DEFAULT: value} if isinstance(value, str) else value
+        if not isinstance(by_site, dict):
+            raise ValueError(f"must be one of {', '.join(known)}, or a mapping from sites to these")
+        for site, name in by_site.items():
+            if name not in known:
+                where = "" if isinstance(value, str) else f"{site}: "
+                raise ValueError(f"{where}{name!r} is not one of {', '.join(known)}")
+        return by_site
+
+    @model_validator(mode="after")
+    def _codecs_are_for_bfloat16(self) -> "CaptureConfig":
+        encoded = sorted(set(self.codec.values()) - {"none"})
+        if encoded and self.dtype != "bfloat16":
+            raise ValueError(f"codec: {encoded[0]} is for bfloat16 states, and capture.dtype is {self.dtype}")
+        return self
 
 
 class OutputConfig(Section):
@@ -279,10 +311,16 @@ class LogConfig(Section):
     """What is said where."""
 
     dir: str | None = None
-    """Folder for SGLang's and hsray's own log files on each node. Default: $TMPDIR/hsray-logs/<run>."""
+    """Folder of the logs on each node: one file for each replica, with all that its SGLang prints, and one for the
+    driver. At most 64 MiB for a replica, and 1 GiB of earlier ones. Default: $TMPDIR/hsray-logs/RUN_ID."""
     interval_seconds: float = Field(default=30.0, gt=0)
     """One progress line per interval where the output is not a terminal."""
     level: Literal["debug", "info", "warning"] = "info"
+    """The least that hsray says: of the driver and, in their files, of the replicas. SGLang's level is
+    `engine.args.log_level`."""
+    format: Literal["text", "json"] = "text"
+    """How the driver writes to standard error. `json`: one object for each event, for log collectors; the driver's file
+    has them in any case."""
 
 
 class Config(Section):
@@ -298,6 +336,16 @@ class Config(Section):
     budgets: BudgetConfig = BudgetConfig()
     log: LogConfig = LogConfig()
 
+    @model_validator(mode="after")
+    def _no_prompt_without_a_state(self) -> "Config":
+        selections = sorted(set(self.capture.tokens.values()) - {"all"})
+        if selections and self.prompts.empty_mask == "keep":
+            raise ValueError(
+                f"capture.tokens: {selections[0]} stores nothing of a prompt without a masked token. Set "
+                "prompts.empty_mask: reject, which lists these prompts among the rejects, or capture.tokens: all"
+            )
+        return self
+
     def redacted(self) -> dict[str, Any]:
         """The resolved configuration as JSON-able data, with anything that looks like a secret masked."""
         data: dict[str, Any] = _redact(self.model_dump(mode="json"))
@@ -305,7 +353,9 @@ class Config(Section):
 
 
 _SECRET_WORDS = ("secret", "token", "password", "passwd", "credential", "access_key", "api_key", "sas")
+_MASK = "***"
 _NOT_SECRET = ("max_tokens", "min_tokens", "special_tokens", "tokenizer")
+_NAMED_TOKENS = "tokens"  # of `capture`
 
 
 def _redact(value: Any, key: str = "") -> Any:
@@ -314,15 +364,31 @@ def _redact(value: Any, key: str = "") -> Any:
         return {k: _redact(v, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_redact(v, key) for v in value]
-    is_secret = any(w in lowered for w in _SECRET_WORDS) and not any(w in lowered for w in _NOT_SECRET)
-    return "***" if isinstance(value, str) and is_secret else value
+    is_known = lowered == _NAMED_TOKENS or any(w in lowered for w in _NOT_SECRET)
+    is_secret = any(w in lowered for w in _SECRET_WORDS) and not is_known
+    return _MASK if isinstance(value, str) and is_secret else value
+
+
+def redact_overrides(arguments: Sequence[str]) -> list[str]:
+    """`dotted.key=value` arguments as they may be shown: what looks like a secret is masked, also inside a mapping."""
+    shown = []
+    for argument in arguments:
+        dotted, equals, raw = argument.partition("=")
+        try:
+            value = yaml.safe_load(raw) if equals else None
+        except yaml.YAMLError:
+            value = raw  # it will be refused, and said with its value by whoever refuses it
+        masked = _redact(value, dotted.rpartition(".")[2])
+        shown.append(argument if masked == value else f"{dotted}={json.dumps(masked)}")
+    return shown
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `dotted.key=value` overrides (values are YAML: `2`, `[a, b]`, `null`).
 
     Raises:
-        ConfigError: no such file, bad YAML, an unknown key (with the nearest known one), a bad value.
+        ConfigError: no such file, bad YAML, an unknown key (with the nearest known one), a bad value, a placeholder
+            such as `<your-bucket>` left in.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -336,6 +402,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} must hold a mapping with the sections {', '.join(Config.model_fields)}")
     for override in overrides:
         _apply_override(data, override)
+    _refuse_placeholders(data, origin=str(path))
     return make_config(data, origin=str(path))
 
 
@@ -346,6 +413,28 @@ def make_config(data: dict[str, Any], origin: str = "configuration") -> Config:
     except ValidationError as err:
         lines = [_explain(detail) for detail in err.errors()]
         raise ConfigError(f"{origin}: " + "; ".join(dict.fromkeys(lines))) from err
+
+
+def restore_config(stored: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run, from the `config` of its `hsray.json`, with overrides.
+
+    Raises:
+        ConfigError: a bad override, or a secret that the record does not hold and no override gives.
+    """
+    data = copy.deepcopy(stored)
+    for override in overrides:
+        _apply_override(data, override)
+    if masked := sorted(_masked(data)):
+        raise ConfigError(f"{masked[0]}: a secret, which runs do not store. Give it: {masked[0]}=VALUE")
+    return make_config(data, origin="the run's configuration")
+
+
+def _masked(value: Any, dotted: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _masked(inner, f"{dotted}.{key}" if dotted else key)
+    elif value == _MASK or (isinstance(value, list) and _MASK in value):
+        yield dotted
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -368,6 +457,28 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
+def _refuse_placeholders(data: dict[str, Any], origin: str) -> None:
+    left = [f"{key} ({value!r})" for key, value in _strings(data) if _PLACEHOLDER.search(value)]
+    if left:
+        key = left[0].partition(" ")[0]
+        raise ConfigError(
+            f"{origin}: still to be filled in: {', '.join(left)}. Write your own into the file, or behind the command "
+            f"as {key}=..."
+        )
+
+
+def _strings(value: Any, dotted: str = "") -> Iterator[tuple[str, str]]:
+    """Every string in nested data, with its dotted key."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _strings(child, f"{dotted}.{key}" if dotted else str(key))
+    elif isinstance(value, list):
+        for child in value:
+            yield from _strings(child, dotted)
+    elif isinstance(value, str):
+        yield dotted, value
+
+
 def _explain(detail: Any) -> str:
     location = [str(part) for part in detail["loc"]]
     dotted = ".".join(location)
@@ -380,7 +491,8 @@ def _explain(detail: Any) -> str:
         return f"{dotted} is required"
     message = detail["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(detail.get("input"), dict) else f" (got {detail.get('input')!r})"
-    return f"{dotted}: {message}{shown}"
+    # What is wrong with two sections together has no place of its own; the message names the keys.
+    return f"{dotted}: {message}{shown}" if dotted else message
 
 
 def _known_keys(location: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ driver goes on from there.
 """
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -28,13 +29,19 @@ from hsray.engine import NUMBERS_DEPEND_ON, SGLANG_ENGINE, EngineSpec
 from hsray.errors import ConfigError, ExitCode, HsrayError, StoreError
 from hsray.events import Action, Finished, ReplicaFailedToStart, ReplicaReady, Resolved, StopRequested, Tick
 from hsray.ledger import Ledger
+from hsray.log import about, add_driver_file, first_line
+from hsray.metrics import NO_METRICS, Metrics
+from hsray.metrics.run import RunReport
 from hsray.plan import Plan, read_lease_prompts
 from hsray.progress import ProgressDisplay, Snapshot
-from hsray.records import JsonDict, Lease, ResolutionSummary
+from hsray.records import JsonDict, Lease, Resolution, ResolutionSummary
 from hsray.replica_spec import ReplicaSpec
+from hsray.resolve import replicas_per_node
 from hsray.scheduler import Scheduler
 from hsray.schema import ENGINE_KEY, shard_metadata
+from hsray.site_storage import recorded_storage
 from hsray.sites import Site
+from hsray.status.recorder import StatusRecorder
 from hsray.store import Store
 
 log = logging.getLogger(__name__)
@@ -42,6 +49,9 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.5
 # Commits and shard deletions at once; each is one small request.
 _COMMIT_THREADS = 16
+
+# What ending replicas and leaving Ray may take, of the time that `ray job stop` gives.
+_LEAVING_SECONDS = 25.0
 
 # A lease's shard is written by one thread (0.4 to 0.7 s/GB), and a fast engine makes 4 GB/s of states: one lease
 # prefills while up to three are written.
@@ -69,8 +79,11 @@ class Job:
     model_path: str
 
 
-def work(job: Job, engine_class: str) -> Finished | None:
+def work(job: Job, engine_class: str, recorder: StatusRecorder) -> Finished | None:
     """Run replicas until the scheduler is finished. None if nothing was left to do.
+
+    Args:
+        recorder: hears of everything; started and closed by the caller.
 
     Raises:
         ConfigError: no replica could start, because of a key of the configuration.
@@ -81,6 +94,7 @@ def work(job: Job, engine_class: str) -> Finished | None:
         return None
     events: queue.SimpleQueue[ClusterEvent | _Admitted] = queue.SimpleQueue()
     spec = replica_spec(job, engine_class)
+    own_log = add_driver_file(Path(spec.log_dir), job.record["run_id"]).name
     if engine_class == SGLANG_ENGINE and not job.config.engine.allow_untested:
         # Each replica checks again, its SGLang's version as well; here it costs no model load.
         problem = untested(None, job.facts.architecture)
@@ -92,8 +106,11 @@ def work(job: Job, engine_class: str) -> Finished | None:
         try:
             cluster.start()
             on_signals.install()  # Ray's start puts a handler of its own on SIGTERM, which aborts
-            log.info("logs of SGLang and the replicas: %s; of Ray: %s", spec.log_dir, cluster.session_dir())
-            finished = Driver(job, scheduler, cluster, events).drive()
+            log.info(
+                "logs: %s on each node, this driver's in %s; of Ray: %s", spec.log_dir, own_log, cluster.session_dir()
+            )
+            recorder.watch(cluster.rows)
+            finished = Driver(job, scheduler, cluster, events, recorder, cluster.metrics()).drive()
         finally:
             cluster.shutdown()
     if finished.reason == "no_capacity" and isinstance(cluster.refusal, ConfigError):
@@ -110,7 +127,7 @@ def open_scheduler(ledger: Ledger, plan: Plan, budgets: BudgetConfig) -> Schedul
         accounting.open,
         budgets,
         starts=ledger.starts(),
-        attempts=_tries_so_far(accounting.open, found),
+        attempts=tries_so_far(accounting.open, found),
         total_rows=plan.num_prompts,
         already_dead=len(accounting.dead),
         already_committed=len(accounting.committed),
@@ -119,7 +136,7 @@ def open_scheduler(ledger: Ledger, plan: Plan, budgets: BudgetConfig) -> Schedul
     )
 
 
-def _tries_so_far(open_: Sequence[Lease], found: Mapping[str, ResolutionSummary]) -> dict[int, int]:
+def tries_so_far(open_: Sequence[Lease], found: Mapping[str, Resolution | ResolutionSummary]) -> dict[int, int]:
     """Failed tries of the rows that are still open, from the records of the leases they come from.
 
     A lease that `retry_dead` opened (`.g1`) begins anew: what happened before is why its prompts were dead.
@@ -145,11 +162,17 @@ class Driver:
         scheduler: Scheduler,
         cluster: RayCluster,
         events: queue.SimpleQueue[ClusterEvent | _Admitted],
+        recorder: StatusRecorder,
+        metrics: Metrics = NO_METRICS,
     ) -> None:
         self.job, self.scheduler, self.cluster, self.events = job, scheduler, cluster, events
+        self.recorder = recorder
+        self.report = RunReport(metrics, rejected=job.plan.num_rejects, store_retries=job.store.retries)
         self.pool = ThreadPoolExecutor(_COMMIT_THREADS, thread_name_prefix="hsray-commit")
         self.finished: Finished | None = None
         self.leases_total = len(job.plan.leases)
+        self._skipped_said: set[str] = set()
+        self._stop_by = math.inf
 
     def drive(self) -> Finished:
         """Until the scheduler says that it is finished, or an error that no retry mends."""
@@ -178,9 +201,28 @@ class Driver:
                     continue
                 if isinstance(event, _Admitted):
                     event = event.event
-                for action in self.scheduler.handle(event, time.monotonic()):
+                if isinstance(event, StopRequested):
+                    self._stop_by = time.monotonic() + stop_patience(os.environ)
+                    self._submit(self._note_stop, None)
+                self.recorder.hear(event)
+                actions = self.scheduler.handle(event, time.monotonic())
+                self.report.note(event, actions)
+                for action in actions:
+                    self.recorder.hear(action)
                     self.perform(action)
-                display.update(Snapshot(self.scheduler.progress, self.cluster.totals(), self.leases_total))
+                if self.finished is None and time.monotonic() > self._stop_by:
+                    self.finished = Finished("stopped", "stop requested; what the engines still held is left")
+                snapshot = Snapshot(self.scheduler.progress, self.cluster.totals(), self.leases_total)
+                display.update(snapshot)
+                self.recorder.turn(snapshot.scheduler, snapshot.totals)
+                self.report.record(snapshot, at_once=self.finished is not None)
+
+    def _note_stop(self, _: None) -> None:
+        """Already now: if leases take too long to end, the job server kills this process before it can say more."""
+        try:
+            self.job.ledger.write_last_exit(exit_record(ExitCode.INTERRUPTED, "stop requested"))
+        except StoreError as err:
+            log.warning("could not record that a stop was requested: %s", err)
 
     def _admit(self, event: ReplicaReady) -> None:
         self.events.put(_Admitted(self._judge_engine(event)))
@@ -201,8 +243,16 @@ class Driver:
         allowed = self.job.config.engine.allow_change
         changed = [k for k in NUMBERS_DEPEND_ON if mine.get(k) != stored.get(k) and k not in allowed]
         if not changed:
-            log.info("replica %s is ready on %s (log: %s)", event.replica, facts.node, facts.log_path)
-            for skipped in facts.self_test_skipped:
+            log.info(
+                "replica %s is ready on %s (log: %s)",
+                event.replica,
+                facts.node,
+                facts.log_path,
+                extra=about(replica=event.replica, node=facts.node),
+            )
+            # Replicas differ in nothing that the self-test looks at; of a hundred, one says it.
+            for skipped in set(facts.self_test_skipped) - self._skipped_said:
+                self._skipped_said.add(skipped)
                 log.warning("replica %s: the self-test could not check %s", event.replica, skipped)
             return event
         self.cluster.retire(event.replica)
@@ -218,10 +268,10 @@ class Driver:
         """Do what the scheduler asks for, or have it done: nothing here waits for the store."""
         match action:
             case s.SpawnReplica(place, replica):
-                log.info("starting replica %s", replica)
+                log.info("starting replica %s", replica, extra=about(replica=replica))
                 self.cluster.spawn(place, replica)
             case s.RetireReplica(replica, reason):
-                log.warning("retiring replica %s: %s", replica, reason)
+                log.warning("retiring replica %s: %s", replica, first_line(reason), extra=about(replica=replica))
                 self.cluster.retire(replica)
             case s.StartLease():
                 self._submit(self._start_lease, action)
@@ -234,7 +284,7 @@ class Driver:
             case s.DiscardShards(keys):
                 self._submit(self._discard, keys)
             case s.AbandonPlace(place, reason):
-                log.error("giving up on place %s: %s", place, reason)
+                log.error("giving up on place %s: %s", place, first_line(reason), extra=about(place=place))
             case s.Finished():
                 self.finished = action
 
@@ -271,21 +321,44 @@ class Driver:
             named = [d if d.prompt_id else replace(d, prompt_id=_prompt_id(self.job, d.row)) for d in resolution.dead]
             resolution = replace(resolution, dead=tuple(named))
         crash_point("before_resolution")
+        resolution = replace(resolution, figures=replace(resolution.figures, ended=round(time.time(), 1)))
         standing, ours = self.job.ledger.resolve(resolution)
         crash_point("after_resolution")
         for dead in standing.dead if ours else ():
-            log.warning("prompt %s (row %d) is dead: %s", dead.prompt_id, dead.row, dead.message)
+            log.warning(
+                "prompt %s (row %d) is dead: %s",
+                dead.prompt_id,
+                dead.row,
+                first_line(dead.message),
+                extra=about(prompt_id=dead.prompt_id, row=dead.row, lease=standing.lease_id, why=dead.message),
+            )
         self.events.put(Resolved(standing, ours))
+
+
+def stop_patience(environment: Mapping[str, str]) -> float:
+    """How long a driver that was told to stop may wait for leases to end, in seconds.
+
+    In a job, the job server kills it after RAY_JOB_STOP_WAIT_TIME_S (3 without one). Elsewhere somebody is there to
+    interrupt it again.
+    """
+    given = environment.get("RAY_JOB_STOP_WAIT_TIME_S") or ("3" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environment else "")
+    if not given.isdecimal():
+        return math.inf
+    return max(float(given) - _LEAVING_SECONDS, float(given) / 2)
+
+
+def exit_record(code: ExitCode, detail: str) -> JsonDict:
+    """The content of `last_exit.json`."""
+    return {"exit_code": int(code), "name": code.name.lower(), "detail": detail, "time": datetime.now(UTC).isoformat()}
 
 
 def replica_spec(job: Job, engine_class: str) -> Any:
     """What every replica of the run is told."""
     config = job.config
-    replicas = config.cluster.replicas
-    per_node = 8 // config.engine.tp_size or 1
+    storage = recorded_storage(job.record["sites"], job.store.url)
+    per_node = replicas_per_node(config)
     env = dict(config.engine.env)
     if config.engine.is_cpu:
-        per_node = replicas if isinstance(replicas, int) else 1
         # Ray would give each actor as many threads as it reserves CPUs: one.
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // per_node)))
     log_dir = config.log.dir or str(Path(tempfile.gettempdir()) / "hsray-logs" / job.record["run_id"])
@@ -312,14 +385,17 @@ def replica_spec(job: Job, engine_class: str) -> Any:
             dtype=config.capture.dtype,
             run_id=job.record["run_id"],
             model=job.facts.name,
+            storage=storage,
         ),
         largest_prompt_tokens=job.plan.largest_prompt_tokens,
         start_timeout_seconds=config.engine.start_timeout_seconds,
         request_timeout_seconds=config.engine.request_timeout_seconds,
         log_dir=log_dir,
+        log_level=config.log.level,
         allow_untested=config.engine.allow_untested,
         replicas_per_node=per_node,
         engine_class=engine_class,
+        storage=storage,
     )
 
 

@@ -7,7 +7,7 @@
 import importlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -158,10 +158,9 @@ class SGLangEngine:
 
             cpu_environment(os.environ)
         engine_module = importlib.import_module("sglang.srt.entrypoints.engine")
-        server_args = importlib.import_module("sglang.srt.server_args")
-        known = list(_fields(server_args.ServerArgs))
+        known = known_arguments()
         arguments = engine_arguments(spec, known)
-        unknown = sorted(set(arguments) - set(known) - {"tp", "pp", "dp", "ep"})
+        unknown = unknown_arguments(arguments, known)
         if unknown:
             raise ConfigError(f"engine.args.{unknown[0]} is not an argument of this SGLang")
         capture_engine = type(
@@ -215,6 +214,16 @@ class SGLangEngine:
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+
+
+def known_arguments() -> list[str]:
+    """What this version of SGLang takes as arguments of its engine. Imports SGLang."""
+    return list(_fields(importlib.import_module("sglang.srt.server_args").ServerArgs))
+
+
+def unknown_arguments(args: Iterable[str], known: Sequence[str]) -> list[str]:
+    """Those of `args` that are neither in `known` nor a short name of one, sorted."""
+    return sorted(set(args) - set(known) - {"tp", "pp", "dp", "ep"})
 
 
 def _fields(struct: Any) -> Sequence[str]:

@@ -1,24 +1,24 @@
 """What a plan amounts to: lengths, leases, bytes, hours, money. Counts as the prompts stream by; pure but for them."""
 
 import array
-import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsray.config import CaptureConfig
+from hsray.codecs import find_codec
 from hsray.records import JsonDict, Prompt, Reject
+from hsray.schema import ITEMSIZE
+from hsray.site_storage import CODECS, CodecName, Storage, TokenSelection
+from hsray.token_selection import select_positions
 
 if TYPE_CHECKING:
     from hsray.prompts import Tally
 
 _EXAMPLES_PER_REASON = 3
 _MASK_EXAMPLES = 3
-# Size against the plain tensor. Known codecs only: an estimate of others would be a guess.
-_CODEC_RATIO = {"none": 1.0}
 SECONDS_PER_HOUR = 3600
 
 
@@ -58,6 +58,8 @@ class Estimate:
     """What `survey` saw.
 
     Attributes:
+        selections: of tokens, whose positions are counted.
+        selected: positions that each of them selects.
         lengths: tokens of each prompt, in order; 4 bytes a prompt.
         masked_tokens: tokens in loss masks.
         leases: root leases.
@@ -65,6 +67,8 @@ class Estimate:
         mask_examples: the first prompts with a mask that covers some of their tokens.
     """
 
+    selections: tuple[TokenSelection, ...] = ()
+    selected: Counter[TokenSelection] = field(default_factory=Counter)
     lengths: "array.array[int]" = field(default_factory=lambda: array.array("i"))
     masked_tokens: int = 0
     leases: int = 0
@@ -105,6 +109,8 @@ def survey(items: Iterable[Prompt | Reject], limits: LeaseLimits, estimate: Esti
             estimate.lengths.append(item.num_tokens)
             masked = int(item.loss_mask.sum())
             estimate.masked_tokens += masked
+            for selection in estimate.selections:
+                estimate.selected[selection] += len(select_positions(selection, item.loss_mask))
             if len(estimate.mask_examples) < _MASK_EXAMPLES and 0 < masked < item.num_tokens:
                 estimate.mask_examples.append(item)
         yield item
@@ -125,20 +131,30 @@ class Costs:
         return num_tokens / (self.tokens_per_second * self.replicas) / SECONDS_PER_HOUR
 
 
-def codec_bytes(nbytes: int) -> dict[str, int]:
-    """What `nbytes` of a site take in the store, by each codec whose ratio is known."""
-    codecs = typing.get_args(CaptureConfig.model_fields["codec"].annotation)
-    return {codec: round(nbytes * _CODEC_RATIO[codec]) for codec in codecs if codec in _CODEC_RATIO}
+def codec_bytes(rows: int, hidden_size: int, dtype: str) -> dict[CodecName, int]:
+    """What `rows` states of a site take in the store, by codec. Only bfloat16 has others than `none`."""
+    plain = rows * hidden_size * ITEMSIZE[dtype]
+    found = {name: find_codec(name) for name in CODECS if name == "none" or dtype == "bfloat16"}
+    return {name: codec.expected_bytes(rows, hidden_size) if codec else plain for name, codec in found.items()}
 
 
 def to_json(
-    estimate: Estimate, tally: "Tally", sites: Sequence[str], limits: LeaseLimits, codec: str, costs: Costs
+    estimate: Estimate,
+    tally: "Tally",
+    storage: Storage,
+    *,
+    hidden_size: int,
+    dtype: str,
+    limits: LeaseLimits,
+    costs: Costs,
 ) -> JsonDict:
-    """All figures of the report, for programs."""
+    """All figures of the report, for programs. `storage` names every site."""
     total = tally.total()
     tokens = estimate.num_tokens
-    per_site = codec_bytes(tokens * limits.bytes_per_token // max(1, len(sites)))
-    stored = per_site.get(codec, per_site["none"]) * len(sites)
+    selected = {"all": tokens, **estimate.selected}
+    rows = {site: selected.get(entry.tokens, 0) for site, entry in storage.items()}
+    per_site = {site: codec_bytes(rows[site], hidden_size, dtype) for site in storage}
+    stored = sum(per_site[site][entry.codec] for site, entry in storage.items())
     return {
         "rows": total.rows,
         "prompts": total.prompts,
@@ -158,7 +174,8 @@ def to_json(
             "histogram": estimate.histogram(),
         },
         "bytes_per_token": limits.bytes_per_token,
-        "bytes_per_site": dict.fromkeys(sites, per_site),
+        "bytes_per_site": per_site,
+        "storage": {site: {**asdict(entry), "stored_tokens": rows[site]} for site, entry in storage.items()},
         "bytes": stored,
         "leases": estimate.leases,
         "replicas": costs.replicas,

@@ -8,17 +8,19 @@ import argparse
 import dataclasses
 import logging
 import os
+import shlex
 import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hsray.config import Config, load_config
+from hsray.config import Config, load_config, redact_overrides
 from hsray.crash_points import crash_point
 from hsray.errors import ConfigError, ExitCode, FingerprintMismatch, HsrayError, StoreError
-from hsray.log import configure_logging
+from hsray.log import configure_logging, first_line
 from hsray.quickstart import quickstart_config
 
 if TYPE_CHECKING:
@@ -37,17 +39,23 @@ def main(argv: Sequence[str] | None = None, *, engine_class: str = "hsray.engine
     parser = argparse.ArgumentParser(prog="python -m hsray.extract", description=__doc__)
     parser.add_argument("config", nargs="?", help="YAML file; without one, the quickstart runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example cluster.replicas=2")
-    args = parser.parse_args(argv)
+    parser.add_argument("--print-submit", action="store_true", help="only print the `ray job submit` line for this run")
+    args = parser.parse_intermixed_args(argv)
     configure_logging("info")
     try:
         if args.config is None or "=" in args.config:
             overrides = [a for a in (args.config, *args.overrides) if a is not None]
-            args.config = str(quickstart_config())
-            _say(f"No configuration given: running the quickstart, {args.config}")
+            path = None
         else:
             overrides = args.overrides
-        config = load_config(args.config, overrides)
-        configure_logging(config.log.level)
+            path = args.config
+        config = load_config(path or quickstart_config(), overrides)
+        if args.print_submit:
+            _print_submit(path, overrides, config)
+            return int(ExitCode.COMPLETE)
+        if path is None:
+            _say(f"No configuration given: running the quickstart, {quickstart_config()}")
+        configure_logging(config.log.level, config.log.format)
         return int(run(config, engine_class=engine_class))
     except HsrayError as err:
         log.error("%s", err)
@@ -56,6 +64,14 @@ def main(argv: Sequence[str] | None = None, *, engine_class: str = "hsray.engine
     except KeyboardInterrupt:
         log.error("interrupted before any work was given out; the same command starts again")
         return int(ExitCode.INTERRUPTED)
+
+
+def _print_submit(path: str | None, overrides: Sequence[str], config: Config) -> None:
+    from hsray.submit import submit_command, submit_notes
+
+    _say(submit_command(path, overrides, config))
+    for note in submit_notes(config):
+        log.warning("%s", note)
 
 
 def run(config: Config, *, engine_class: str = "hsray.engine:SGLangEngine") -> ExitCode:
@@ -67,10 +83,16 @@ def run(config: Config, *, engine_class: str = "hsray.engine:SGLangEngine") -> E
     Raises:
         HsrayError: configuration, fingerprint, store or engine; the exit code is the error's.
     """
+    return resume(prepare(config), engine_class)
+
+
+def resume(job: "Job", engine_class: str = "hsray.engine:SGLangEngine") -> ExitCode:
+    """Do what is left of a run, to its end or until it is stopped. Arguments and errors as those of `run`."""
     from hsray.driver import work
+    from hsray.status.recorder import StatusRecorder
 
     started = time.monotonic()
-    job = prepare(config)
+    recorder: StatusRecorder | None = None
     code: ExitCode | None = ExitCode.FAILED
     detail = "ended by an error"
     try:
@@ -79,20 +101,43 @@ def run(config: Config, *, engine_class: str = "hsray.engine:SGLangEngine") -> E
             detail = "already complete"
             _say(f"Complete already: {_describe_summary(summary)} at {job.store.url}")
             return code
-        finished = work(job, engine_class)
+        command, directory = _command(sys.argv), str(Path.cwd())
+        recorder = StatusRecorder(job.store, job.record["run_id"], command=command, directory=directory)
+        recorder.start()
+        finished = work(job, engine_class, recorder)
+        recorder.finishing()
         code, detail = _conclude(job, finished)
         elapsed = time.monotonic() - started
-        log.info("exit %d (%s) after %.0f s: %s", code, code.name.lower(), elapsed, detail)
+        log.info("exit %d (%s) after %.0f s: %s", code, code.name.lower(), elapsed, first_line(detail))
         return code
-    except (StoreError, FingerprintMismatch):
-        code = None  # a store that does not work takes no note of it either, and another run's is not ours to mark
+    except FingerprintMismatch:
+        code = None  # another run's prefix is not ours to mark
+        if recorder is not None:
+            recorder.abandon()
+        raise
+    except StoreError as err:
+        code = None  # a store that does not work takes no note of it either
+        if recorder is not None:
+            recorder.close(err.exit_code, str(err))
         raise
     except HsrayError as err:
         code, detail = err.exit_code, str(err)
         raise
+    except Exception as err:
+        detail = f"{detail}: {type(err).__name__}: {err}"
+        raise
     finally:
         if code is not None:
             _record_exit(job, code, detail)
+            if recorder is not None:
+                recorder.close(code, detail)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """What was called, for whoever wants to resume: without secrets."""
+    program = Path(argv[0])
+    module = f"hsray.{program.stem}" if program.parent.name == "hsray" else str(program)
+    return shlex.join(["python", *(["-m"] if module.startswith("hsray.") else []), module, *redact_overrides(argv[1:])])
 
 
 # ------------------------------------------------------------------- prepare
@@ -108,6 +153,7 @@ def prepare(config: Config) -> "Job":
     from hsray.prompts import load_tokenizer, read_prompts, tokenizer_fingerprint
     from hsray.resolve import longest_prompt, resolve_names
     from hsray.schema import bytes_per_token
+    from hsray.site_storage import describe_storage, resolve_storage
     from hsray.sites import describe_sites, resolve_sites
     from hsray.store import open_store
 
@@ -119,6 +165,9 @@ def prepare(config: Config) -> "Job":
     _say(f"Model {facts.name} ({facts.architecture}): {facts.num_layers} layers, hidden size {facts.hidden_size}")
     _say(describe_sites(sites))
     _say(f"  {per_token:,} bytes per token as {config.capture.dtype}")
+    storage = resolve_storage(config.capture.codec, config.capture.tokens, sites, facts.num_layers)
+    for line in describe_storage(storage):
+        _say(f"  {line}")
 
     store = open_store(
         config.output.url,
@@ -141,6 +190,7 @@ def prepare(config: Config) -> "Job":
         model=model_fingerprint(config.model.path),
         tokenizer=tokenizer_fingerprint(tokenizer_path, config.prompts.chat_template),
         inputs=[(entry["url"], entry["hash"]) for entry in inputs],
+        storage=storage,
     )
     if stored is not None:
         ledger.check_fingerprint(stored, {"fingerprint": mine, "format_version": stored["format_version"]})
@@ -170,6 +220,7 @@ def prepare(config: Config) -> "Job":
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             facts={**dataclasses.asdict(facts), "path": config.model.path},
             sites=sites,
+            storage=storage,
             fingerprint=mine,
             plan=plan_record,
             inputs=inputs,
@@ -236,7 +287,9 @@ def _conclude(job: "Job", finished: "Finished | None") -> tuple[ExitCode, str]:
         found, accounting = job.ledger.account(job.plan.leases)
         if accounting.open:
             return ExitCode.INTERRUPTED, "dead prompts were re-opened meanwhile; the same command goes on"
-        summary = finish_run(job.store, job.ledger, job.record, accounting, found)
+        summary = finish_run(
+            job.store, job.ledger, job.record, accounting, found, before_success=lambda: _write_report(job)
+        )
         code, _ = _judge(job, summary)
         _say(f"Complete: {_describe_summary(summary)}")
         _say(f"  {job.store.url}")
@@ -249,6 +302,18 @@ def _conclude(job: "Job", finished: "Finished | None") -> tuple[ExitCode, str]:
     if finished.reason == "stopped":
         return ExitCode.INTERRUPTED, detail
     return (ExitCode.FAILED if finished.reason == "no_capacity" else ExitCode.INCOMPLETE), detail
+
+
+def _write_report(job: "Job") -> None:
+    """A page for people; the run is no less complete without it."""
+    try:
+        from hsray.report import write_report
+
+        write_report(job.store, job.config.output.storage_options, time.time(), finishing=True)
+    except Exception as err:
+        log.warning("report.html could not be written (%s: %s)", type(err).__name__, err)
+        log.warning("`python -m hsray.report %s` tries again", job.store.url)
+        log.debug("traceback", exc_info=True)
 
 
 def _summary(job: "Job") -> "RunSummary":
@@ -293,10 +358,10 @@ def _reading_hint(job: "Job") -> str:
 
 def _record_exit(job: "Job", code: ExitCode, detail: str) -> None:
     """`ray job submit` flattens exit codes to 0 and 1, so the run keeps its last one."""
+    from hsray.driver import exit_record
+
     try:
-        job.ledger.write_last_exit(
-            {"exit_code": int(code), "name": code.name.lower(), "detail": detail, "time": datetime.now(UTC).isoformat()}
-        )
+        job.ledger.write_last_exit(exit_record(code, detail))
     except StoreError as err:
         log.warning("could not record the exit code in the run: %s", err)
 

@@ -1,8 +1,9 @@
 """Remove what interrupted attempts left behind: `python -m hsray.gc URL [--delete]`.
 
-Shards that no resolution names, plans and rejects that lost the race to be the run's, probes, and uploads that were
-begun and neither completed nor aborted; all of them only when they are older than a day. Without `--delete` it says
-what it would remove. Never needed for correctness: no reader sees any of it.
+Shards that no resolution names, or of which every row was stored anew by `repair`; plans and rejects that lost the
+race to be the run's, probes, and uploads that were begun and neither completed nor aborted; all of them only when
+they are older than a day. Without `--delete` it says what it would remove. Never needed for correctness: no reader
+sees any of it.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 from hsray.errors import ConfigError, HsrayError, StoreUnusable
 from hsray.ledger import Ledger
 from hsray.log import configure_logging
+from hsray.plan import load_plan
 from hsray.records import JsonDict
 from hsray.schema import DATA_PREFIX, KEYS, PLAN_PREFIX, PREFIXES, REJECTS_PREFIX, RUN_KEY
 from hsray.store import ObjectInfo, Store, open_store
@@ -86,7 +88,8 @@ def find_garbage(
     # Listed before the records are read: what is committed meanwhile is then seen as named.
     ours = (DATA_PREFIX, PLAN_PREFIX, REJECTS_PREFIX)
     candidates = [info for info in store.list() if info.key.startswith(ours) or _PROBE.fullmatch(info.key)]
-    named = {key for found in Ledger(store, run["run_id"]).summaries().values() for key in found.shards}
+    found, accounting = Ledger(store, run["run_id"]).account(load_plan(store, run["plan"]).leases)
+    named = {key for summary in found.values() for key in summary.shards if key not in accounting.emptied}
     named.update(run["plan"]["rejects"])
     own_plan = f"{PLAN_PREFIX}{run['plan']['plan_id']}/"
     before = datetime.now(UTC) - timedelta(hours=hours)

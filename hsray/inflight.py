@@ -27,7 +27,6 @@ from hsray.channel import (
     Message,
     RequestId,
 )
-from hsray.crash_points import crash_point
 from hsray.engine import PrefillEngine, PrefillResponse, load_named
 from hsray.errors import ConfigError, EngineError, EngineStartError
 from hsray.records import Prompt

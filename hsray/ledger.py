@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, get_args
 
 from hsray.errors import FingerprintMismatch, HsrayError
@@ -46,14 +46,22 @@ class Accounting:
         dead: row -> why it was given up.
         open: leases without a resolution, in tree order.
         superseded: ids of resolutions that no root lease leads to.
-        generation: of the re-opened prompts that are taken into account.
+        reopened: the prompts that are taken into account as re-opened: their older outcome does not count.
+        tokens: of the committed prompts.
+        emptied: key -> bytes of shards that a resolution names and of which no row counts any more.
     """
 
     committed: dict[int, str] = field(default_factory=dict)
     dead: dict[int, DeadPrompt] = field(default_factory=dict)
     open: list[Lease] = field(default_factory=list)
     superseded: frozenset[str] = frozenset()
-    generation: int = 0
+    reopened: Reopened = field(default_factory=Reopened)
+    tokens: int = 0
+    emptied: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        return self.reopened.generation
 
 
 class Ledger:
@@ -173,12 +181,16 @@ class Ledger:
         """Resolutions one after the other in bounded memory, all or those of `lease_ids`. Raises as `resolutions`."""
         return self._read(None if lease_ids is None else map(_lease_key, lease_ids), Resolution.from_json)
 
+    def standing(self, lease_ids: Iterable[str], accounting: Accounting) -> Iterator[Resolution]:
+        """Of these leases, in bounded memory: what each resolution still commits, without rows that were re-opened."""
+        return (found.without(accounting.reopened.of(found.lease_id)) for found in self.stream(sorted(lease_ids)))
+
     def summaries(self) -> dict[str, ResolutionSummary]:
         """All resolutions by lease id, without their index entries. Raises as `resolutions`."""
         return {found.lease_id: found for found in self._read(None, ResolutionSummary.from_json)}
 
     def reopen(self, rows: Mapping[str, Iterable[int]]) -> Reopened:
-        """Have dead prompts tried again: a new generation. `rows` are dead by the resolution of their lease.
+        """Have prompts tried again: a new generation. `rows` are dead or committed by the resolution of their lease.
 
         Two callers at once make two generations; a row of both belongs to the first.
         """
@@ -190,16 +202,18 @@ class Ledger:
                 return self.reopened()
 
     def reopened(self) -> Reopened:
-        """The dead prompts that are to be tried again, over all generations."""
+        """The prompts that are to be tried again, over all generations."""
         keys = {info.key for info in self._store.list(RETRIES_PREFIX)}
-        rows: dict[str, tuple[int, frozenset[int]]] = {}
+        rows: dict[str, dict[int, int]] = {}
         number = 0
         while (key := f"{RETRIES_PREFIX}{number + 1}.json") in keys:
             number += 1
             record = self._store.get_json(key)
             try:
                 for lease_id, some in record["rows"].items():
-                    rows.setdefault(lease_id, (number, frozenset(map(int, some))))
+                    opened = rows.setdefault(lease_id, {})
+                    for row in map(int, some):
+                        opened.setdefault(row, number)
             except (KeyError, TypeError, ValueError, AttributeError) as err:
                 raise HsrayError(f"{self._store.locate(key)} does not say which prompts to try again: {err!r}") from err
         return Reopened(number, rows)
@@ -209,7 +223,15 @@ class Ledger:
         # The generations first: a resolution that is read later may be of one, but none is missed.
         reopened = self.reopened()
         found = self.summaries()
-        return found, account(roots, found, reopened)
+        accounting = account(roots, found, reopened)
+        touched = [lease_id for lease_id in reopened.rows if lease_id in found and found[lease_id].rows]
+        emptied = {
+            shard.key: shard.nbytes
+            for resolution in self.stream(touched)
+            for shard in resolution.shards
+            if reopened.of(resolution.lease_id).issuperset(shard.rows)
+        }
+        return found, replace(accounting, emptied=emptied)
 
     def _read(self, keys: Iterable[str] | None, parse: Callable[[JsonDict], R]) -> Iterator[R]:
         """One LIST, then GETs in parallel."""
@@ -227,14 +249,18 @@ class Ledger:
         self.check_run()
         self._store.put(SUCCESS_KEY, encode_json({**record, "run_id": self._run_id}))
 
-    def is_complete(self) -> bool:
-        """Whether this run has been marked complete."""
+    def read_success(self) -> JsonDict | None:
+        """What this run was marked complete with, or None. Prompts that were re-opened since are not in it."""
         try:
             record = self._store.get_json(SUCCESS_KEY)
         except FileNotFoundError:
-            return False
-        # Dead prompts that were re-opened since are not in it.
-        return self._is_ours(record) and record.get("generation", 0) == self.reopened().generation
+            return None
+        return record if self._is_ours(record) else None
+
+    def is_complete(self) -> bool:
+        """Whether this run has been marked complete, and no prompt re-opened since."""
+        record = self.read_success()
+        return record is not None and record.get("generation", 0) == self.reopened().generation
 
     def write_last_exit(self, record: JsonDict) -> None:
         """Keep how the last driver ended, for callers that only see 0 or 1 (`ray job submit`)."""
@@ -292,6 +318,7 @@ def account(
     committed: dict[int, str] = {}
     dead: dict[int, DeadPrompt] = {}
     open_: list[Lease] = []
+    tokens = 0
     visited: set[str] = set()
     planned: dict[int, str] = {}
     stack: list[Lease] = []
@@ -312,15 +339,19 @@ def account(
             raise HsrayError(f"lease {lease.lease_id} is in the tree twice")
         visited.add(lease.lease_id)
         _check_outcomes(lease, resolution)
-        committed.update(dict.fromkeys(resolution.rows, lease.lease_id))
-        again = reopened.of(lease.lease_id)
-        if foreign := sorted(again - resolution.dead_rows):
-            raise HsrayError(f"rows of lease {lease.lease_id} are to be tried again and are not dead: {foreign[:10]}")
+        again, here = reopened.of(lease.lease_id), resolution.committed_rows
+        if foreign := sorted(again - here - resolution.dead_rows):
+            raise HsrayError(
+                f"rows of lease {lease.lease_id} are to be tried again and are neither dead nor committed: "
+                f"{foreign[:10]}"
+            )
+        kept = here - again
+        committed.update(dict.fromkeys(kept, lease.lease_id))
+        tokens += sum(n for row, n in zip(lease.rows, lease.num_tokens, strict=True) if row in kept)
         dead.update((prompt.row, prompt) for prompt in resolution.dead if prompt.row not in again)
-        if (retried := reopened.child(lease)) is not None:
-            stack.append(retried)
+        stack.extend(reversed(reopened.children(lease)))
         stack.extend(reversed(resolution.children(lease)))
-    return Accounting(committed, dead, open_, frozenset(set(resolutions) - visited), reopened.generation)
+    return Accounting(committed, dead, open_, frozenset(set(resolutions) - visited), reopened, tokens)
 
 
 def open_leases(roots: Iterable[Lease], resolutions: Mapping[str, Resolution | ResolutionSummary]) -> list[Lease]:

@@ -92,8 +92,8 @@ class PageWriter:
                 group.payloads.append(value)
                 group.extents[column.name] = (at - value.nbytes, value.nbytes)
                 head = []
-            elif column.is_list:
-                group.extents[column.name] = (at - 4 * num_values, 4 * num_values)
+            elif isinstance(value, np.ndarray):
+                group.extents[column.name] = (at - 4 * len(value), 4 * len(value))
             chunks.append(column.chunk(num_values, at - start, start, statistics))
         nbytes = at - first
         # RowGroup: columns, total_byte_size, num_rows; 5 file_offset, total_compressed_size
@@ -159,7 +159,9 @@ class _Column:
         if isinstance(value, memoryview):
             return struct.pack("<I", value.nbytes), 1, b""
         if isinstance(value, np.ndarray):
-            return _list_levels(len(value)) + value.astype("<i4", copy=False).tobytes(), len(value), b""
+            # An empty list counts as one value.
+            body = _list_levels(len(value)) + value.astype("<i4", copy=False).tobytes()
+            return body, max(1, len(value)), b""
         if isinstance(value, str):
             text = value.encode()
             return struct.pack("<I", len(text)) + text, 1, self._statistics(text)
@@ -235,13 +237,14 @@ def _page_header(size: int, crc: int, num_values: int, statistics: bytes) -> byt
 
 
 def _list_levels(length: int) -> bytes:
-    """Repetition levels 0, 1, 1, ... and definition levels 1, 1, 1, ... of one list, each after its size.
+    """Repetition levels 0, 1, 1, ... and definition levels 1, 1, 1, ... of one list, each after its size; of an empty
+    list, one 0 of both.
 
     Levels are one bit: runs (`length << 1`, value) or packed groups of eight (`groups << 1 | 1`, bits). pyarrow packs
     where it has seen fewer than eight equal ones.
     """
     if length == 0:
-        raise ValueError("a list without elements")
+        return struct.pack("<I", 2) + b"\2\0" + struct.pack("<I", 2) + b"\2\0"
     rest = length - 8
     if length == 1:
         repetition = _varint(1 << 1) + b"\0"

@@ -42,6 +42,14 @@ from hsray.schema import (
     plan_schema,
     rejects_schema,
 )
+from hsray.site_storage import (
+    Storage,
+    fingerprint_parts,
+    resolve_storage,
+    storage_of,
+    stored_selections,
+    summarize_codecs,
+)
 from hsray.sites import Site, resolve_sites
 from hsray.store import Store
 from hsray.upload import Upload
@@ -285,6 +293,7 @@ def fingerprint(
     model: Mapping[str, str],
     tokenizer: str,
     inputs: Sequence[tuple[str, str]],
+    storage: Storage | None = None,
 ) -> JsonDict:
     """What makes two runs the same: every input and option that changes ids or tensors.
 
@@ -293,6 +302,7 @@ def fingerprint(
         model: hashes of the model (`checkpoint.model_fingerprint`).
         tokenizer: hash of tokenizer files and template text.
         inputs: (name, content hash) of every input file, in order. Paths do not count, contents do.
+        storage: how sites are stored, if not plainly and whole.
 
     Returns:
         `{"hash": ..., "parts": {dotted key: value}}`; the parts let a refusal name what differs.
@@ -304,7 +314,7 @@ def fingerprint(
         "model.tokenizer": tokenizer,
         "capture.sites": ",".join(site.name for site in sites),
         "capture.dtype": config.capture.dtype,
-        "capture.codec": config.capture.codec,
+        **fingerprint_parts(storage or {}),
         "capture.scope": config.capture.scope,
         "output.shard_bytes": str(config.output.shard_bytes),
         "output.max_lease_prompts": str(config.output.max_lease_prompts),
@@ -317,7 +327,14 @@ def fingerprint(
 
 
 def run_record(
-    config: Config, *, run_id: str, created: str, facts: JsonDict, sites: Sequence[Site], **sections: Any
+    config: Config,
+    *,
+    run_id: str,
+    created: str,
+    facts: JsonDict,
+    sites: Sequence[Site],
+    storage: Storage | None = None,
+    **sections: Any,
 ) -> JsonDict:
     """The content of `hsray.json`. `sections` are `fingerprint`, `plan` and whatever else is known."""
     return {
@@ -328,11 +345,19 @@ def run_record(
         "config": config.redacted(),
         "model": facts,
         "sites": [
-            {"name": s.name, "index": s.index, "norm": s.norm, "huggingface": s.huggingface, "meaning": s.meaning}
+            {
+                "name": s.name,
+                "index": s.index,
+                "norm": s.norm,
+                "huggingface": s.huggingface,
+                "meaning": s.meaning,
+                "codec": storage_of(storage, s.name).codec,
+                "tokens": storage_of(storage, s.name).tokens,
+            }
             for s in sites
         ],
         "dtype": config.capture.dtype,
-        "codec": config.capture.codec,
+        "codec": summarize_codecs(storage),
         **sections,
     }
 
@@ -432,7 +457,8 @@ def _show_plan(config: Config, args: argparse.Namespace) -> ExitCode:
         trust_remote_code=config.model.trust_remote_code,
         chat_template=config.prompts.chat_template,
     )
-    tally, estimate = Tally(), Estimate()
+    storage = resolve_storage(config.capture.codec, config.capture.tokens, sites, facts.num_layers)
+    tally, estimate = Tally(), Estimate(stored_selections(storage))
     items = read_prompts(
         config.prompts,
         tokenizer,
@@ -446,7 +472,15 @@ def _show_plan(config: Config, args: argparse.Namespace) -> ExitCode:
         pass
     replicas = args.replicas or (config.cluster.replicas if isinstance(config.cluster.replicas, int) else 1)
     costs = Costs(replicas, args.tokens_per_second, args.price)
-    figures = to_json(estimate, tally, [site.name for site in sites], limits, config.capture.codec, costs)
+    figures = to_json(
+        estimate,
+        tally,
+        storage,
+        hidden_size=facts.hidden_size,
+        dtype=config.capture.dtype,
+        limits=limits,
+        costs=costs,
+    )
     if args.json:
         print(json.dumps(figures))  # noqa: T201 - the command's output
     else:

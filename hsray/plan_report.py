@@ -111,7 +111,11 @@ def _show_costs(say: Callable[..., None], figures: JsonDict) -> None:
     sites = figures["bytes_per_site"]
     say(f"\n{len(sites)} sites, {figures['bytes_per_token']:,} bytes per token, {figures['leases']:,} leases")
     for site, codecs in sites.items():
-        say(f"  {site}: {', '.join(f'{format_bytes(n)} ({codec})' for codec, n in codecs.items())}")
+        stored = figures["storage"][site]
+        tokens = "" if stored["tokens"] == "all" else f"{stored['stored_tokens']:,} tokens ({stored['tokens']}), "
+        others = ", ".join(f"{codec} {format_bytes(n)}" for codec, n in codecs.items() if codec != stored["codec"])
+        with_others = f" (with {others})" if others else ""
+        say(f"  {site}: {tokens}{format_bytes(codecs[stored['codec']])} as {stored['codec']}{with_others}")
     hours = figures["hours"]
     replicas = f"{figures['replicas']:,} replica{'s' if figures['replicas'] != 1 else ''}"
     time = "say --tokens-per-second for the time" if hours is None else format_seconds(hours * SECONDS_PER_HOUR)

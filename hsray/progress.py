@@ -1,21 +1,22 @@
 """What is seen of a running extraction: a live bar on a terminal, one structured line per interval elsewhere."""
 
+import logging
 import sys
 import time
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hsray.cluster import Totals
 from hsray.events import Progress as SchedulerProgress
+from hsray.history import RateMeter
+from hsray.log import ON_SCREEN, PROGRESS_LOGGER, about
 from hsray.units import format_bytes, format_seconds
 
-# Rates are means over this window, so that a pause shows and a spike does not.
-_WINDOW_SECONDS = 60.0
+log = logging.getLogger(PROGRESS_LOGGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +26,6 @@ class Snapshot:
     scheduler: SchedulerProgress
     totals: Totals
     leases_total: int
-
-
-class RateMeter:
-    """Tokens, bytes and prompts per second over the last minute."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, int, int, int]] = deque()
-
-    def add(self, now: float, tokens: int, nbytes: int, prompts: int) -> None:
-        self._points.append((now, tokens, nbytes, prompts))
-        while len(self._points) > 2 and self._points[0][0] < now - _WINDOW_SECONDS:
-            self._points.popleft()
-
-    def rates(self) -> tuple[float, float, float]:
-        """(tokens/s, bytes/s, prompts/s); zeros until there are two points."""
-        if len(self._points) < 2:
-            return 0.0, 0.0, 0.0
-        (t0, *old), (t1, *new) = self._points[0], self._points[-1]
-        elapsed = max(1e-6, t1 - t0)
-        tokens, nbytes, prompts = ((b - a) / elapsed for a, b in zip(old, new, strict=True))
-        return tokens, nbytes, prompts
 
 
 def describe(snapshot: Snapshot, meter: RateMeter) -> str:
@@ -72,8 +52,27 @@ def describe(snapshot: Snapshot, meter: RateMeter) -> str:
     return "  ".join(parts)
 
 
+def figures(snapshot: Snapshot, meter: RateMeter) -> dict[str, Any]:
+    """What the line says, as fields for machines; the scheduler's counts under their own names."""
+    tokens, nbytes, prompts = meter.rates()
+    return {
+        **asdict(snapshot.scheduler),
+        "leases_total": snapshot.leases_total,
+        "tokens_per_second": round(tokens, 1),
+        "bytes_per_second": round(nbytes),
+        "prompts_per_second": round(prompts, 3),
+        "in_flight": snapshot.totals.in_flight,
+        "spool_bytes": snapshot.totals.spool_bytes,
+        "spool_capacity": snapshot.totals.spool_capacity,
+    }
+
+
 class ProgressDisplay:
-    """Context manager; call `update` about once a second."""
+    """Context manager; call `update` about once a second.
+
+    A line is logged at each interval. Where the stream is a terminal, a bar is shown, and the line goes to the driver's
+    file alone.
+    """
 
     def __init__(self, total: int, done: int, interval_seconds: float, stream: TextIO = sys.stderr) -> None:
         self._stream = stream
@@ -113,10 +112,10 @@ class ProgressDisplay:
                 detail = "starting the engine"
             # Prompts stored but not yet resolved count as well: a lease of minutes should not look stuck.
             self._bar.update(self._task, completed=max(finished, self._done + totals.prompts), detail=detail)
-        elif now >= self._next_line:
+        if now >= self._next_line:
             self._next_line = now + self._interval
-            self._stream.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} progress  {describe(snapshot, self._meter)}\n")
-            self._stream.flush()
+            extra = about(**figures(snapshot, self._meter)) | {ON_SCREEN: self._bar is None}
+            log.info("progress  %s", describe(snapshot, self._meter), extra=extra)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

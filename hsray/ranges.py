@@ -13,8 +13,8 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -119,13 +119,21 @@ class RangeReader:
                     self._helper = _Helper(self._store.url, self._storage_options)
                 return self._helper.read(slots)
         values = [np.empty(sum(r.nbytes for r in ranges), np.uint8) for ranges in slots]
-        steps = [functools.partial(self._fetch, group, values) for group in _groups(_pieces(slots))]
-        if len(steps) == 1:
-            steps[0]()
-        else:
-            for future in [self._open_pool().submit(step) for step in steps]:
-                future.result()
+        self._run([functools.partial(self._fetch, group, values) for group in _groups(_pieces(slots))])
         return values
+
+    def read_into(self, slots: Sequence[Sequence[Range]], targets: Sequence[ByteArray]) -> None:
+        """As `read`, into memory that is already there: `targets[i]` is as long as the ranges of `slots[i]` together.
+
+        Local files are read in place, also in a forked process, without a helper process.
+        """
+        if self._pid != os.getpid():
+            self._start()
+        if _is_forked and not (self._store.backend.is_local or self._store.url.startswith("memory:")):
+            for target, value in zip(targets, self.read(slots), strict=True):
+                np.copyto(target, value)
+            return
+        self._run([functools.partial(self._fill, group, targets) for group in _groups(_pieces(slots))])
 
     def read_object(self, key: str) -> bytes:
         """A whole small object. Raises FileNotFoundError if there is none; not available after a fork."""
@@ -137,6 +145,30 @@ class RangeReader:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(RANGE_THREADS, "hsray-range")
             return self._pool
+
+    def _run(self, steps: Sequence[Callable[[], None]]) -> None:
+        if len(steps) == 1:
+            steps[0]()
+            return
+        futures = [self._open_pool().submit(step) for step in steps]
+        # None may still write into somebody's memory when the first failure is told.
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _fill(self, group: Sequence[_Piece], targets: Sequence[ByteArray]) -> None:
+        parts, at = [], group[0].offset
+        for piece in group:
+            if piece.offset > at:
+                parts.append(memoryview(bytearray(piece.offset - at)))
+            elif piece.offset < at:
+                raise ValueError(f"{piece.key}: bytes {piece.offset} on are asked for twice")
+            parts.append(targets[piece.slot][piece.start : piece.start + piece.nbytes].data)
+            at = piece.end
+        try:
+            self._store.read_into(group[0].key, group[0].offset, parts)
+        except FileNotFoundError as err:
+            raise HsrayError(f"{group[0].key} is missing from {self._store.url}") from err
 
     def _fetch(self, group: Sequence[_Piece], values: list[ByteArray]) -> None:
         key, first, end = group[0].key, group[0].offset, max(piece.end for piece in group)

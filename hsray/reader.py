@@ -6,6 +6,7 @@ whole is checked against its recorded hash. Must never need Ray, SGLang, a GPU o
 imported only where a tensor is asked for.
 """
 
+import copy
 import functools
 import json
 from collections import deque
@@ -15,34 +16,44 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from hsray.codecs import Bits, EncodingError, decode_bits
 from hsray.errors import HsrayError
 from hsray.index import Segments, index_table, read_index
 from hsray.ledger import Ledger
 from hsray.plan import load_plan
+from hsray.prompt_states import Payload, PromptStates, StateArray
 from hsray.ranges import RETRY_SECONDS, ByteArray, Range, RangeReader, refuse_after_fork
-from hsray.records import IntArray, JsonDict, MaskArray
-from hsray.schema import ENGINE_KEY, FINAL_NORM_KEY, FORMAT_VERSION, INDEX_KEY, RUN_KEY, TOKEN_COLUMNS
+from hsray.records import IntArray, JsonDict
+from hsray.schema import (
+    ENGINE_KEY,
+    FINAL_NORM_KEY,
+    FORMAT_VERSION,
+    INDEX_KEY,
+    ITEMSIZE,
+    RUN_KEY,
+    token_columns,
+)
 from hsray.shard import payload_digest
+from hsray.site_storage import (
+    Storage,
+    TokenSelection,
+    positions_column,
+    recorded_storage,
+    stored_selections,
+)
 from hsray.store import Store, open_store
 
 if TYPE_CHECKING:
     import torch
 
-StateArray = npt.NDArray[Any]
+__all__ = ["FinalNorm", "Payload", "PromptStates", "Run", "StateArray", "open_run"]
 
 # Iteration fetches batches of this size, and at most so many bytes and batches beyond the one in use.
 _BATCH_BYTES = 16 << 20
 _AHEAD_BYTES = 64 << 20
 _AHEAD_BATCHES = 4
-
-_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype("<f2"),
-    "float32": np.dtype("<f4"),
-}
 
 _SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -75,23 +86,30 @@ def open_run(url: str, storage_options: Mapping[str, Any] | None = None, *, veri
     ledger = Ledger(store, record["run_id"])
     complete = ledger.is_complete()
     sites = [site["name"] for site in record["sites"]]
-    table = _read_finished(store, sites) if complete else _follow_resolutions(store, ledger, record, sites)
-    return Run(store, storage_options or {}, record, complete, Segments(table, sites), verify)
+    selections = stored_selections(recorded_storage(record["sites"], url))
+    table = (
+        _read_finished(store, sites, selections)
+        if complete
+        else _follow_resolutions(store, ledger, record, sites, selections)
+    )
+    return Run(store, storage_options or {}, record, complete, Segments(table, sites, selections), verify)
 
 
-def _read_finished(store: Store, sites: Sequence[str]) -> pa.Table:
+def _read_finished(store: Store, sites: Sequence[str], selections: Sequence[TokenSelection]) -> pa.Table:
     try:
-        return read_index(store, sites)
+        return read_index(store, sites, selections)
     except FileNotFoundError as err:
         raise HsrayError(
             f"{store.url} is marked complete but has no {INDEX_KEY}. Run `python -m hsray.verify {store.url}`"
         ) from err
 
 
-def _follow_resolutions(store: Store, ledger: Ledger, record: JsonDict, sites: Sequence[str]) -> pa.Table:
+def _follow_resolutions(
+    store: Store, ledger: Ledger, record: JsonDict, sites: Sequence[str], selections: Sequence[TokenSelection]
+) -> pa.Table:
     summaries, accounting = ledger.account(load_plan(store, record["plan"]).leases)
-    standing = ledger.stream(sorted(summaries.keys() - accounting.superseded))
-    return index_table((shard for resolution in standing for shard in resolution.shards), sites)
+    standing = ledger.standing(summaries.keys() - accounting.superseded, accounting)
+    return index_table((shard for resolution in standing for shard in resolution.shards), sites, selections)
 
 
 class FinalNorm(NamedTuple):
@@ -117,6 +135,8 @@ class Run:
         sites: site names, in column order.
         hidden_size: columns of every state.
         dtype: `bfloat16`, `float16` or `float32`.
+        storage: by site, its codec and which of a prompt's tokens have a state.
+        token_columns: `input_ids`, `loss_mask`, and a column of positions for each selection of tokens.
         segments: the index.
         verify: whether hashes are checked.
     """
@@ -136,6 +156,8 @@ class Run:
         self.sites: tuple[str, ...] = tuple(site["name"] for site in record["sites"])
         self.hidden_size: int = record["model"]["hidden_size"]
         self.dtype: str = record["dtype"]
+        self.storage: Storage = recorded_storage(record["sites"], self.url)
+        self.token_columns = token_columns(stored_selections(self.storage))
         self.segments = segments
         self.verify = verify
         self._ranges = RangeReader(store, storage_options)
@@ -164,12 +186,21 @@ class Run:
             raise IndexError(f"position {position} of a run of {len(self)} prompts")
         return PromptStates(self, position)
 
+    def part(self, start: int, stop: int) -> "Run":
+        """The prompts at positions `start` to `stop`, as a run of their own, whose pickle has only their index."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"positions {start} to {stop} of a run of {len(self)} prompts")
+        part = copy.copy(self)
+        part.__dict__.pop("_positions", None)
+        part.segments = self.segments.part(start, stop)
+        return part
+
     def scan(self, sites: Sequence[str] | None = None) -> Iterator["PromptStates"]:
         """Every prompt in order, with its tokens and these sites (default: all) already fetched.
 
         Threads fetch ahead: about 64 MB beyond the 16 MB in use, or one prompt where a prompt is larger.
         """
-        columns = (*TOKEN_COLUMNS, *self.known(sites))
+        columns = (*self.token_columns, *self.known(sites))
         batches = deque(self._batches(columns))
         ahead: deque[tuple[int, Future[list[PromptStates]]]] = deque()
         pool = ThreadPoolExecutor(_AHEAD_BATCHES, "hsray-scan")
@@ -189,40 +220,96 @@ class Run:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def load(self, positions: Sequence[int], columns: Sequence[str]) -> list["PromptStates"]:
-        """The prompts at `positions`, with `columns` (sites, `input_ids`, `loss_mask`) fetched in one go."""
+        """The prompts at `positions`, with `columns` (sites and `token_columns`) fetched in one go and decoded."""
         prompts = [self.at(position) for position in positions]
         wanted = [(prompt, column) for prompt in prompts for column in columns]
         slots = [[self.segments.where(s, column) for s in prompt.segments] for prompt, column in wanted]
         for (prompt, column), payload in zip(wanted, self._ranges.read(slots), strict=True):
-            if column not in TOKEN_COLUMNS:
+            parts = []
+            if column in self.storage:
                 start = 0
                 for segment in prompt.segments:
                     nbytes = int(self.segments.nbytes[column][segment])
-                    self.check(payload[start : start + nbytes], segment, column)
+                    parts.append((segment, payload[start : start + nbytes]))
+                    self.check(parts[-1][1], segment, column)
                     start += nbytes
-            prompt.keep(column, payload)
+            prompt.keep(column, self._decoded(column, parts) if self.is_encoded(column) else payload)
         return prompts
+
+    def columns_for(self, sites: Sequence[str]) -> tuple[str, ...]:
+        """What must be read to have `sites`: tokens, positions of those that are stored for some tokens only, sites."""
+        partial = {positions_column(self.storage[s].tokens): None for s in sites if self.storage[s].tokens != "all"}
+        return (*token_columns(()), *partial, *sites)
+
+    def is_encoded(self, column: str) -> bool:
+        """Whether the stored bytes of a column are others than those of its values."""
+        return column in self.storage and self.storage[column].codec != "none"
+
+    def rows_of(self, segment: int, site: str) -> int:
+        """How many tokens of a segment have a state at `site`: all, or those that `storage[site].tokens` selects."""
+        tokens = self.storage[site].tokens
+        if tokens == "all":
+            return int(self.segments.num_tokens[segment])
+        return int(self.segments.nbytes[positions_column(tokens)][segment]) // 4
+
+    def decode(self, payload: ByteArray, segment: int, site: str, out: ByteArray) -> None:
+        """Decode the stored payload of an encoded site.
+
+        Args:
+            payload: all of it; `check` says whether it is what was written.
+            out: the bytes of the values, `rows_of(segment, site) * hidden_size * 2` of them, at an even address.
+
+        Raises:
+            HsrayError: the payload is not one of that codec and size; the message says which one it is.
+        """
+        rows = self.rows_of(segment, site)
+        bits: Bits = out.view(np.uint16).reshape(rows, self.hidden_size)
+        if rows == 0 and not len(payload):
+            return
+        try:
+            decode_bits(self.storage[site].codec, payload.data, rows, self.hidden_size, bits)
+        except EncodingError as err:
+            codec = self.storage[site].codec
+            raise HsrayError(f"{self._place(segment, site)} is not {codec} of {rows} tokens: {err}") from err
+
+    def _decoded(self, site: str, parts: Sequence[tuple[int, ByteArray]]) -> ByteArray:
+        token_bytes = self.hidden_size * ITEMSIZE[self.dtype]
+        sizes = [self.rows_of(segment, site) * token_bytes for segment, _ in parts]
+        values = np.empty(sum(sizes), np.uint8)
+        start = 0
+        for (segment, payload), size in zip(parts, sizes, strict=True):
+            self.decode(payload, segment, site, values[start : start + size])
+            start += size
+        return values
 
     def fetch(self, ranges: Sequence[Range]) -> ByteArray:
         """The bytes of these ranges, one after the other."""
         return self._ranges.read([ranges])[0]
 
+    def fetch_into(self, slots: Sequence[Sequence[Range]], targets: Sequence[ByteArray]) -> None:
+        """Fill each of `targets` with the bytes of the ranges of its slot, in parallel, without other memory."""
+        self._ranges.read_into(slots, targets)
+
     def check(self, payload: ByteArray, segment: int, site: str) -> None:
         """Raise HsrayError if a payload is not the one that was written. Nothing where `verify` is off."""
         if self.verify and payload_digest(payload.data) != int(self.segments.xxh3[site][segment]):
-            where = self.segments.where(segment, site)
-            position = int(np.searchsorted(self.segments.first, segment, side="right")) - 1
-            raise HsrayError(
-                f"{where.key}: {site} of prompt {self.prompt_ids[position]!r} (row {self.segments.row[segment]}, "
-                f"token {self.segments.token_start[segment]} on, bytes {where.offset} to {where.offset + where.nbytes})"
-                " does not have the hash it was written with"
-            )
+            raise HsrayError(f"{self._place(segment, site)} does not have the hash it was written with")
+
+    def _place(self, segment: int, site: str) -> str:
+        where = self.segments.where(segment, site)
+        position = int(np.searchsorted(self.segments.first, segment, side="right")) - 1
+        return (
+            f"{where.key}: {site} of prompt {self.prompt_ids[position]!r} (row {self.segments.row[segment]}, "
+            f"token {self.segments.token_start[segment]} on, bytes {where.offset} to {where.offset + where.nbytes})"
+        )
 
     def torch_dataset(self, sites: Sequence[str] | None = None) -> "torch.utils.data.Dataset[dict[str, Any]]":
         """A map-style dataset over positions, for a DataLoader with any number of workers, forked or spawned.
 
         Items hold `prompt_id`, `input_ids` (int64 `[T]`), `loss_mask` (uint8 `[T]`), and each of `sites`
-        (default: all) as a tensor `[T, hidden_size]` of the stored dtype. Prompts differ in length, so a
+        (default: all) as a tensor `[T, hidden_size]` of the run's dtype; of a site that is stored for some tokens
+        only, as `[len(positions), hidden_size]`, with their positions (int64) under `positions_loss` or
+        `positions_through_last_loss`. Prompts differ in length, so a
         DataLoader needs a `collate_fn` of your own, or `batch_size=None`.
         """
         return _make_dataset(self, self.known(sites))
@@ -257,141 +344,23 @@ class Run:
         return {prompt_id: position for position, prompt_id in enumerate(self.prompt_ids)}
 
     def _batches(self, columns: Sequence[str]) -> Iterator[tuple[range, int]]:
-        """Consecutive positions and their bytes."""
-        cumulated = np.cumsum(sum(self.segments.nbytes[column] for column in columns))
+        """Consecutive positions and their bytes in memory."""
+        token_bytes = self.hidden_size * ITEMSIZE[self.dtype]
+        cumulated = np.cumsum(
+            sum(
+                # Encoded, they are smaller.
+                self.segments.num_tokens.astype(np.int64) * token_bytes
+                if self.is_encoded(column)
+                else self.segments.nbytes[column]
+                for column in columns
+            )
+        )
         ends = cumulated[self.segments.first[1:] - 1]
         start, before = 0, 0
         while start < len(self):
             stop = max(start + 1, int(np.searchsorted(ends, before + _BATCH_BYTES, side="right")))
             yield range(start, stop), int(ends[stop - 1]) - before
             start, before = stop, int(ends[stop - 1])
-
-
-class PromptStates(Mapping[str, StateArray]):
-    """One prompt: its tokens, and its states by site name. Everything is fetched when it is first asked for.
-
-    States are `[seq_len, hidden_size]` arrays of the stored dtype (`ml_dtypes.bfloat16`, float16, float32).
-    They are kept as long as this object is, and may be read-only.
-
-    Attributes:
-        run: the run it belongs to.
-        prompt_id: its name.
-        row: its input row.
-        seq_len: its number of tokens.
-        segments: which of `run.segments` it consists of.
-    """
-
-    def __init__(self, run: Run, position: int) -> None:
-        self.run = run
-        self.segments = run.segments.of(position)
-        self.prompt_id = run.prompt_ids[position]
-        self.row = int(run.segments.row[self.segments.start])
-        self.seq_len = int(run.segments.seq_len[self.segments.start])
-        self._position = position
-        self._values: dict[str, npt.NDArray[Any]] = {}
-
-    # A mapping compares by its items, which arrays cannot.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    def __repr__(self) -> str:
-        return f"PromptStates({self.prompt_id!r}, row={self.row}, seq_len={self.seq_len}, sites={self.run.sites})"
-
-    def __len__(self) -> int:
-        return len(self.run.sites)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.run.sites)
-
-    def __contains__(self, site: object) -> bool:
-        # Without this, asking would fetch.
-        return site in self.run.sites
-
-    def __getitem__(self, site: str) -> StateArray:
-        self.run.known([site])
-        return self._value(site)
-
-    @property
-    def input_ids(self) -> IntArray:
-        """int32 `[seq_len]`."""
-        return self._value("input_ids")
-
-    @property
-    def loss_mask(self) -> MaskArray:
-        """uint8 `[seq_len]`, aligned with `input_ids`."""
-        return self._value("loss_mask")
-
-    def load(self, sites: Sequence[str] | None = None) -> "PromptStates":
-        """Fetch the tokens and these sites (default: all) together, which takes fewer requests than one by one."""
-        missing = [c for c in (*TOKEN_COLUMNS, *self.run.known(sites)) if c not in self._values]
-        self._values |= self.run.load([self._position], missing)[0]._values
-        return self
-
-    def read(self, site: str, start: int, stop: int) -> StateArray:
-        """Tokens `start` to `stop` of a state, `[stop - start, hidden_size]`: only these bytes are fetched.
-
-        Segments that are read in part cannot be checked against their hash.
-
-        Raises:
-            IndexError: not 0 <= start <= stop <= seq_len.
-        """
-        self.run.known([site])
-        if not 0 <= start <= stop <= self.seq_len:
-            raise IndexError(f"tokens {start} to {stop} of {self.prompt_id!r}, which has {self.seq_len}")
-        if site in self._values:
-            return self._values[site][start:stop]
-        index = self.run.segments
-        parts: list[tuple[int, Range]] = []
-        for segment in self.segments:
-            first, length = int(index.token_start[segment]), int(index.num_tokens[segment])
-            begin, end = max(start - first, 0), min(stop - first, length)
-            if begin < end:
-                whole = index.where(segment, site)
-                token_bytes = whole.nbytes // length
-                parts.append(
-                    (segment, Range(whole.key, whole.offset + begin * token_bytes, (end - begin) * token_bytes))
-                )
-        payload = self.run.fetch([where for _, where in parts])
-        at = 0
-        for segment, where in parts:
-            if where.nbytes == index.nbytes[site][segment]:
-                self.run.check(payload[at : at + where.nbytes], segment, site)
-            at += where.nbytes
-        return self._typed(site, payload)
-
-    def tensor(self, site: str) -> "torch.Tensor":
-        """The state as a torch tensor `[seq_len, hidden_size]` that shares its memory. Do not write to it."""
-        return _tensor(self[site], self.run.dtype)
-
-    def keep(self, column: str, payload: ByteArray) -> None:
-        """Take the bytes of a whole column."""
-        self._values[column] = self._typed(column, payload)
-
-    def _value(self, column: str) -> npt.NDArray[Any]:
-        if column not in self._values:
-            # Both token columns lie side by side and are small.
-            columns = TOKEN_COLUMNS if column in TOKEN_COLUMNS else (column,)
-            self._values |= self.run.load([self._position], columns)[0]._values
-        return self._values[column]
-
-    def _typed(self, column: str, payload: ByteArray) -> npt.NDArray[Any]:
-        if column == "input_ids":
-            return payload.view("<i4")
-        if column == "loss_mask":
-            # Parquet has no type of one byte.
-            return payload.view("<i4").astype(np.uint8)
-        return payload.view(_NUMPY_DTYPES[self.run.dtype]).reshape(-1, self.run.hidden_size)
-
-
-def _tensor(array: npt.NDArray[Any], dtype: str) -> "torch.Tensor":
-    import torch
-    from torch.utils.dlpack import from_dlpack
-
-    # By way of Arrow, because torch warns about read-only arrays and numpy does not export bfloat16.
-    data = pa.py_buffer(array.reshape(-1).view(np.uint8))
-    flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), array.nbytes, [None, data]))
-    tensor: torch.Tensor = flat.view(getattr(torch, dtype)).reshape(array.shape)
-    return tensor
 
 
 def _make_dataset(run: Run, sites: tuple[str, ...]) -> "torch.utils.data.Dataset[dict[str, Any]]":
@@ -418,14 +387,21 @@ def _dataset_class() -> Any:
             return self.__getitems__([position])[0]
 
         def __getitems__(self, positions: list[int]) -> list[dict[str, Any]]:
-            return [self._item(p) for p in self.run.load(positions, (*TOKEN_COLUMNS, *self.sites))]
+            return [self._item(p) for p in self.run.load(positions, (*self.run.token_columns, *self.sites))]
 
         def _item(self, prompt: PromptStates) -> dict[str, Any]:
             return {
                 "prompt_id": prompt.prompt_id,
                 "input_ids": torch.from_numpy(prompt.input_ids.astype(np.int64)),
                 "loss_mask": torch.from_numpy(prompt.loss_mask),
+                **{column: torch.from_numpy(places.astype(np.int64)) for column, places in self._positions(prompt)},
                 **{site: prompt.tensor(site) for site in self.sites},
             }
+
+        def _positions(self, prompt: PromptStates) -> Iterator[tuple[str, IntArray]]:
+            for site in self.sites:
+                tokens = self.run.storage[site].tokens
+                if tokens != "all":
+                    yield positions_column(tokens), prompt.positions(site)
 
     return RunDataset

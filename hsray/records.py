@@ -6,7 +6,7 @@ name a user sees.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -69,8 +69,8 @@ class Lease:
     """The unit of work: some prompts of one root lease of the plan.
 
     Attributes:
-        lease_id: `000123` for a root; `.r` (remainder), `.a` and `.b` (bisected halves) and `.g1` (dead prompts
-            that generation 1 of `retry_dead` re-opened) are appended.
+        lease_id: `000123` for a root; `.r` (remainder), `.a` and `.b` (bisected halves) and `.g1` (prompts
+            that generation 1 of `retry_dead` or `repair` re-opened) are appended.
         rows: ascending input rows.
         num_tokens: tokens of each of `rows`, same order.
     """
@@ -157,6 +157,10 @@ class ShardRecord:
         """The input rows held, ascending, each once."""
         return tuple(sorted({e.row for e in self.entries}))
 
+    def without(self, rows: Collection[int]) -> "ShardRecord":
+        """The same object, with only the entries of other rows."""
+        return replace(self, entries=tuple(e for e in self.entries if e.row not in rows))
+
 
 FailureClass = Literal["prompt_permanent", "prompt_transient", "crash"]
 
@@ -183,6 +187,33 @@ class DeadPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseFigures:
+    """How the attempt behind a resolution went. For people: nothing is decided by it, and older records have none.
+
+    Attributes:
+        ended: Unix seconds by the driver's clock when the record was made; 0 where not known.
+        seconds: how long the replica had the lease.
+        spool_peak: most bytes that its arena held meanwhile, of all its leases.
+        mean_norms: by site, the L2 norm of a token's state, averaged over the tokens that were captured.
+    """
+
+    ended: float = 0.0
+    seconds: float = 0.0
+    spool_peak: int = 0
+    mean_norms: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "LeaseFigures":
+        """From the `figures` of a record, whatever it lacks."""
+        return cls(
+            ended=float(data.get("ended", 0.0)),
+            seconds=float(data.get("seconds", 0.0)),
+            spool_peak=int(data.get("spool_peak", 0)),
+            mean_norms={site: float(norm) for site, norm in data.get("mean_norms", {}).items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseOutcome:
     """What a replica reports at the end of an attempt.
 
@@ -194,7 +225,7 @@ class LeaseOutcome:
     attempt: str
     shards: tuple[ShardRecord, ...]
     failures: tuple[PromptFailure, ...]
-    seconds: float = 0.0
+    figures: LeaseFigures = LeaseFigures()
 
     @property
     def committed_rows(self) -> frozenset[int]:
@@ -221,6 +252,7 @@ class Resolution:
     shards: tuple[ShardRecord, ...] = ()
     dead: tuple[DeadPrompt, ...] = ()
     attempts: Mapping[int, int] = field(default_factory=dict)
+    figures: LeaseFigures = LeaseFigures()
 
     @property
     def committed_rows(self) -> frozenset[int]:
@@ -233,6 +265,13 @@ class Resolution:
     def children(self, lease: Lease) -> tuple[Lease, ...]:
         """The open leases that this resolution of `lease` leaves behind."""
         return _children(self.kind, lease, self.committed_rows | self.dead_rows)
+
+    def without(self, rows: Collection[int]) -> "Resolution":
+        """What it still commits when `rows` have been re-opened. A shard of which nothing is left is left out."""
+        if not rows:
+            return self
+        shards = [shard.without(rows) for shard in self.shards]
+        return replace(self, shards=tuple(shard for shard in shards if shard.entries))
 
     def summary(self) -> "ResolutionSummary":
         """What accounting needs of it."""
@@ -265,6 +304,14 @@ class Resolution:
             ],
             "dead": [asdict(d) for d in self.dead],
             "attempts": {str(row): n for row, n in self.attempts.items()},
+            # Stored with sorted keys, all of this comes before the shards: who only counts reads the first bytes.
+            "figures": {
+                **asdict(self.figures),
+                "prompts": len(self.committed_rows),
+                "tokens": sum(e.num_tokens for s in self.shards for e in s.entries),
+                "nbytes": sum(s.nbytes for s in self.shards),
+                "num_shards": len(self.shards),
+            },
         }
 
     @classmethod
@@ -290,29 +337,34 @@ class Resolution:
             shards=shards,
             dead=tuple(DeadPrompt(**d) for d in data["dead"]),
             attempts={int(row): n for row, n in data["attempts"].items()},
+            figures=LeaseFigures.from_json(data.get("figures", {})),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Reopened:
-    """Dead prompts that are to be tried again.
+    """Prompts that are to be tried again although their lease has ended: dead ones, and committed ones whose stored
+    states are damaged.
 
     Attributes:
         generation: how often that was asked for; 0 for never.
-        rows: by the lease whose resolution gave them up: in which generation they were re-opened, and which rows.
+        rows: by the lease whose resolution they had their outcome from: row -> in which generation it was re-opened.
     """
 
     generation: int = 0
-    rows: Mapping[str, tuple[int, frozenset[int]]] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
-    def child(self, lease: Lease) -> Lease | None:
-        """The lease that holds what was re-opened of `lease`, if anything was."""
-        generation, rows = self.rows.get(lease.lease_id, (0, frozenset[int]()))
-        return lease.child(f"g{generation}", rows) if rows else None
+    def children(self, lease: Lease) -> tuple[Lease, ...]:
+        """The leases that hold what was re-opened of `lease`: one for each generation that opened some of it."""
+        again = self.rows.get(lease.lease_id, {})
+        return tuple(
+            lease.child(f"g{number}", {row for row, opened in again.items() if opened == number})
+            for number in sorted(set(again.values()))
+        )
 
     def of(self, lease_id: str) -> frozenset[int]:
-        """Rows that are dead by the lease's resolution and re-opened since."""
-        return self.rows.get(lease_id, (0, frozenset[int]()))[1]
+        """Rows whose outcome by the lease's own resolution no longer counts."""
+        return frozenset(self.rows.get(lease_id, ()))
 
 
 @dataclass(frozen=True, slots=True)

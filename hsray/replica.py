@@ -18,10 +18,13 @@ from hsray.crash_points import crash_point
 from hsray.errors import ConfigError, SpoolFull
 from hsray.inflight import WAIT_SECONDS, InFlight, Request
 from hsray.log import configure_file_logging
+from hsray.metrics import NO_METRICS, Metrics
+from hsray.metrics.replica_time import ReplicaClock
+from hsray.metrics.table import UPLOAD_SECONDS
 from hsray.oracle import plan_oracle
 from hsray.plan import PlanRef, read_lease_prompts
 from hsray.probe import self_test
-from hsray.records import FailureClass, Lease, LeaseOutcome, Prompt, PromptFailure, ShardRecord
+from hsray.records import FailureClass, Lease, LeaseFigures, LeaseOutcome, Prompt, PromptFailure, ShardRecord
 from hsray.replica_spec import ReplicaFacts, ReplicaProgress, ReplicaSpec
 from hsray.schema import DATA_PREFIX
 from hsray.shard import ShardRow, write_shard
@@ -47,6 +50,7 @@ class _LeaseRun:
     failures: list[PromptFailure] = field(default_factory=list)
     norm_sums: dict[str, float] = field(default_factory=dict)  # by site, over the tokens of finished prompts
     tokens: int = 0
+    spool_peak: int = 0  # bytes in the arena while it ran, those of other leases too
     cancelled: bool = False
     keep: bool = True
 
@@ -61,7 +65,7 @@ class _LeaseRun:
 class Replica:
     """Owns one engine. Make it on a thread that lives as long as the process."""
 
-    def __init__(self, spec: ReplicaSpec, replica: str) -> None:
+    def __init__(self, spec: ReplicaSpec, replica: str, metrics: Metrics = NO_METRICS) -> None:
         """Start the engine, wait for the handshake of every leader rank, run the self-test.
 
         Raises:
@@ -71,7 +75,9 @@ class Replica:
         """
         self.spec = spec
         self.replica = replica
-        self.log_path = configure_file_logging(Path(spec.log_dir), replica)
+        self.metrics = metrics
+        self.log_path = configure_file_logging(Path(spec.log_dir), replica, spec.log_level)
+        log.info("replica %s of %s on %s, process %d", replica, spec.run_url, socket.gethostname(), os.getpid())
         self._runs: list[_LeaseRun] = []
         self._prompts = self._tokens = self._stored_bytes = 0
         self._write_seconds = self._write_cpu_seconds = 0.0
@@ -90,6 +96,7 @@ class Replica:
             # The constructor's caller gets no object to shut down.
             arena.remove()
             raise
+        self._time = ReplicaClock()
         crash_point("after_self_test")
         log.info("replica %s is ready; self-test passed: %s", replica, "; ".join(self._report.passed))
         for skipped in self._report.skipped:
@@ -114,7 +121,9 @@ class Replica:
         )
 
     def progress(self) -> ReplicaProgress:
+        storage_retries = self.store.retries()
         with self.in_flight.lock:
+            self._note_time()
             return ReplicaProgress(
                 prompts=self._prompts,
                 tokens=self._tokens,
@@ -122,10 +131,13 @@ class Replica:
                 in_flight=len(self.in_flight),
                 spool_bytes=self.in_flight.admission.used_bytes,
                 spool_capacity=self.in_flight.admission.capacity,
+                spool_budget=self.in_flight.admission.high_bytes,
                 rewritten_rows=self.in_flight.rewritten,
                 write_seconds=self._write_seconds,
                 write_cpu_seconds=self._write_cpu_seconds,
                 capture=tuple(self.in_flight.capture_stats.values()),
+                seconds=self._time.seconds(),
+                storage_retries=storage_retries,
             )
 
     def run_lease(self, lease: Lease, attempt: str, plan: PlanRef) -> LeaseOutcome:
@@ -149,19 +161,21 @@ class Replica:
         finally:
             with self.in_flight.lock:
                 self._runs.remove(run)
+                self._note_time()
                 # An error above (the store's, say) leaves finished prompts behind; their slots go back. What is
                 # still in the engine gives its slot back when it lands.
                 self._drop(run)
                 self.in_flight.lock.notify_all()
-        norms = ", ".join(f"{site} {total / run.tokens:.4g}" for site, total in run.norm_sums.items())
-        log.info("lease %s: %d tokens, mean norm %s", lease.lease_id, run.tokens, norms or "of nothing")
+        norms = {site: total / run.tokens for site, total in run.norm_sums.items()}
+        said = ", ".join(f"{site} {norm:.4g}" for site, norm in norms.items())
+        log.info("lease %s: %d tokens, mean norm %s", lease.lease_id, run.tokens, said or "of nothing")
         crash_point("before_lease_report")
         return LeaseOutcome(
             lease_id=lease.lease_id,
             attempt=attempt,
             shards=tuple(run.shards),
             failures=tuple(run.failures),
-            seconds=time.monotonic() - started,
+            figures=LeaseFigures(seconds=time.monotonic() - started, spool_peak=run.spool_peak, mean_norms=norms),
         )
 
     def cancel(self, lease_id: str, attempt: str, keep: bool) -> None:
@@ -191,6 +205,7 @@ class Replica:
                     self._drop(run)
                 while run.pending and self._try_submit(run):
                     pass
+                self._note_time()
                 if not run.pending and not run.in_flight and not run.ready:
                     return
                 rows = self._take_shard(run)
@@ -229,6 +244,8 @@ class Replica:
             return True
         if slot is None:
             return False
+        for other in self._runs:
+            other.spool_peak = max(other.spool_peak, self.in_flight.admission.used_bytes)
         run.pending.popleft()
         run.in_flight += 1
         self.in_flight.send(prompt, slot, lambda request: self._on_done(run, request))
@@ -261,6 +278,7 @@ class Replica:
                 hidden_size=self.spec.facts.hidden_size,
                 dtype=self.spec.dtype,
                 metadata=self.spec.shard_metadata,
+                storage=self.spec.storage,
             )
             crash_point("after_shard_upload")
             run.shards.append(record)
@@ -273,6 +291,7 @@ class Replica:
                 self._write_cpu_seconds += time.thread_time() - cpu_started
                 self.in_flight.last_progress = time.monotonic()
                 self.in_flight.lock.notify_all()
+        self.metrics.record(UPLOAD_SECONDS, time.monotonic() - started)
         with self.in_flight.lock:
             self._stored_bytes += record.nbytes
 
@@ -285,6 +304,15 @@ class Replica:
 
     # ----------------------------------------------------------- what happens
 
+    def _note_time(self) -> None:
+        """Tell the clock what the replica is doing, whenever that may have changed. Holds the lock."""
+        if len(self.in_flight):
+            self._time.enter("prefill")
+        elif not self.in_flight.admission.is_open and any(run.pending for run in self._runs):
+            self._time.enter("spool")
+        else:
+            self._time.enter("write" if self._runs else "idle")
+
     def _check_alive(self) -> None:
         waited = time.monotonic() - self.in_flight.last_progress
         if not self._writing and waited > self.spec.request_timeout_seconds:
@@ -296,6 +324,7 @@ class Replica:
 
     def _on_done(self, run: _LeaseRun, request: Request) -> None:
         """Holds the lock."""
+        self._note_time()
         run.in_flight -= 1
         prompt, problem = request.prompt, request.problem()
         if problem is not None:

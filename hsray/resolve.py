@@ -34,6 +34,13 @@ def resolve_names(config: Config) -> Config:
     return config.model_copy(update={"model": model, "prompts": prompts, "output": output})
 
 
+def replicas_per_node(config: Config) -> int:
+    """How many replicas may share a node's memory: those of eight GPUs, or on a CPU all there are."""
+    if config.engine.is_cpu:
+        return config.cluster.replicas if isinstance(config.cluster.replicas, int) else 1
+    return max(1, 8 // config.engine.tp_size)
+
+
 def longest_prompt(config: Config, facts: ModelFacts) -> int:
     """Longest prompt that will be accepted, in tokens.
 

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hsray.errors import HsrayError
-from hsray.ledger import Ledger
+from hsray.ledger import Accounting, Ledger
 from hsray.log import configure_logging
 from hsray.plan import load_plan
-from hsray.records import DeadPrompt
+from hsray.records import DeadPrompt, Resolution, ResolutionSummary
 from hsray.schema import RUN_KEY
 from hsray.store import Store, open_store
 from hsray.verify.__main__ import parse_options
@@ -43,21 +43,22 @@ def retry_dead(store: Store, classes: Collection[str] = ()) -> tuple[int, list[D
     ledger = Ledger(store, run["run_id"])
     found, accounting = ledger.account(load_plan(store, run["plan"]).leases)
     chosen = [prompt for prompt in accounting.dead.values() if not classes or prompt.failure_class in classes]
-    rows = {prompt.row for prompt in chosen}
-    leases = {lease_id: some for lease_id, summary in found.items() if (some := rows & summary.dead_rows)}
-    if not leases:
+    if not chosen:
         return accounting.generation, []
-    return ledger.reopen(_still_dead(leases, accounting.superseded)).generation, chosen
+    return ledger.reopen(dead_by_lease(found, accounting, {prompt.row for prompt in chosen})).generation, chosen
 
 
-def _still_dead(leases: Mapping[str, Collection[int]], superseded: frozenset[str]) -> dict[str, Collection[int]]:
-    """By the lease that gave them up last: a prompt that died again is dead in its `.g1`, and re-opened before."""
+def dead_by_lease(
+    found: Mapping[str, Resolution | ResolutionSummary], accounting: Accounting, rows: Collection[int]
+) -> dict[str, set[int]]:
+    """Dead rows by the lease that gave them up last: a prompt that died again is dead in its `.g1`, and re-opened
+    before."""
     last: dict[int, str] = {}
-    for lease_id in sorted(leases.keys() - superseded, key=len):
-        last |= dict.fromkeys(leases[lease_id], lease_id)
-    chosen: dict[str, Collection[int]] = {}
+    for lease_id in sorted(found.keys() - accounting.superseded, key=len):
+        last |= dict.fromkeys(found[lease_id].dead_rows.intersection(rows), lease_id)
+    chosen: dict[str, set[int]] = {}
     for row, lease_id in last.items():
-        chosen[lease_id] = {*chosen.get(lease_id, ()), row}
+        chosen.setdefault(lease_id, set()).add(row)
     return chosen
 
 

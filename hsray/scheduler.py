@@ -401,6 +401,7 @@ class Scheduler:
                     shards=outcome.shards,
                     dead=tuple(dead),
                     attempts=self._tries.of(left),
+                    figures=outcome.figures,
                 )
             )
             return True

@@ -12,6 +12,7 @@ from typing import Literal
 
 import pyarrow as pa
 
+from hsray.site_storage import Storage, TokenSelection, positions_column, storage_of, summarize_codecs
 from hsray.sites import Site
 
 FORMAT_VERSION = 1
@@ -33,8 +34,10 @@ FINAL_NORM_KEY = "final_norm.safetensors"
 CARD_KEY = "README.md"
 SUCCESS_KEY = "_SUCCESS"
 LAST_EXIT_KEY = "last_exit.json"
-PREFIXES = (PLAN_PREFIX, LEASES_PREFIX, ATTEMPTS_PREFIX, RETRIES_PREFIX, DATA_PREFIX, REJECTS_PREFIX)
-KEYS = (RUN_KEY, ENGINE_KEY, INDEX_KEY, FINAL_NORM_KEY, CARD_KEY, SUCCESS_KEY, LAST_EXIT_KEY)
+STATUS_PREFIX = "status/"
+REPORT_KEY = "report.html"
+PREFIXES = (PLAN_PREFIX, LEASES_PREFIX, ATTEMPTS_PREFIX, RETRIES_PREFIX, DATA_PREFIX, REJECTS_PREFIX, STATUS_PREFIX)
+KEYS = (RUN_KEY, ENGINE_KEY, INDEX_KEY, FINAL_NORM_KEY, CARD_KEY, SUCCESS_KEY, LAST_EXIT_KEY, REPORT_KEY)
 
 MAX_SEGMENT_TOKENS = 4096
 # One segment is one row group; the Hugging Face viewer refuses row groups over 286 MiB, and a Parquet page
@@ -52,6 +55,7 @@ _FIXED_FIELDS = [
     pa.field("input_ids", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
     pa.field("loss_mask", pa.list_(pa.field("element", pa.uint8(), nullable=False)), nullable=False),
 ]
+_POSITIONS = pa.list_(pa.field("element", pa.int32(), nullable=False))
 TOKEN_COLUMNS = ("input_ids", "loss_mask")
 
 
@@ -68,45 +72,68 @@ def segment_tokens(num_sites: int, hidden_size: int, dtype: str) -> int:
     return max(1, fitting // 64 * 64 or fitting)
 
 
-def shard_schema(site_names: Sequence[str], metadata: Mapping[str, str] | None = None) -> pa.Schema:
-    """Arrow schema of a shard: fixed columns, then one `binary` column per site."""
-    fields = [*_FIXED_FIELDS, *(pa.field(name, pa.binary(), nullable=False) for name in site_names)]
+def token_columns(selections: Sequence[TokenSelection]) -> tuple[str, ...]:
+    """Columns with a number for each of some tokens: ids, loss mask, and the positions of each selection."""
+    return (*TOKEN_COLUMNS, *map(positions_column, selections))
+
+
+def shard_schema(
+    site_names: Sequence[str],
+    metadata: Mapping[str, str] | None = None,
+    selections: Sequence[TokenSelection] = (),
+) -> pa.Schema:
+    """Arrow schema of a shard: fixed columns, positions of each selection, then one `binary` column per site."""
+    positions = [pa.field(positions_column(name), _POSITIONS, nullable=False) for name in selections]
+    fields = [*_FIXED_FIELDS, *positions, *(pa.field(name, pa.binary(), nullable=False) for name in site_names)]
     return pa.schema(fields, metadata=dict(metadata) if metadata else None)
 
 
 def shard_metadata(
-    *, sites: Sequence[Site], hidden_size: int, dtype: str, run_id: str, model: str, codec: str = "none"
+    *,
+    sites: Sequence[Site],
+    hidden_size: int,
+    dtype: str,
+    run_id: str,
+    model: str,
+    storage: Storage | None = None,
 ) -> dict[str, str]:
-    """Key-value metadata of a shard: everything needed to decode it without `hsray.json`."""
-    columns = [
-        {
-            "name": s.name,
-            "index": s.index,
-            "norm": s.norm,
-            "dtype": dtype,
-            "codec": codec,
-            "shape": ["num_tokens", hidden_size],
-            "huggingface": s.huggingface,
-        }
-        for s in sites
-    ]
+    """Key-value metadata of a shard: everything needed to decode it without `hsray.json`.
+
+    The `shape` of a site is that of the decoded state, one row for each token or for each of the positions in the
+    column that it names.
+    """
+    columns = []
+    for s in sites:
+        codec, tokens = storage_of(storage, s.name).codec, storage_of(storage, s.name).tokens
+        columns.append(
+            {
+                "name": s.name,
+                "index": s.index,
+                "norm": s.norm,
+                "dtype": dtype,
+                "codec": codec,
+                "tokens": tokens,
+                "shape": ["num_tokens" if tokens == "all" else positions_column(tokens), hidden_size],
+                "huggingface": s.huggingface,
+            }
+        )
     return {
         "hsray.format_version": str(FORMAT_VERSION),
         "hsray.dtype": dtype,
         "hsray.byte_order": "little",
         "hsray.hidden_size": str(hidden_size),
-        "hsray.codec": codec,
+        "hsray.codec": summarize_codecs(storage),
         "hsray.sites": json.dumps(columns),
         "hsray.model": model,
         "hsray.run_id": run_id,
     }
 
 
-def index_schema(site_names: Sequence[str]) -> pa.Schema:
+def index_schema(site_names: Sequence[str], selections: Sequence[TokenSelection] = ()) -> pa.Schema:
     """Arrow schema of `index.parquet`: one row per (prompt, segment), sorted by (row, segment).
 
-    `<column>_offset` and `<column>_nbytes` give the raw payload inside the object `shard` (a key relative
-    to the run), `<site>_xxh3` its xxh3-64: a reader needs one range GET per site and no Parquet footer.
+    `<column>_offset` and `<column>_nbytes` give the payload, as it is stored, inside the object `shard` (a key
+    relative to the run), `<site>_xxh3` its xxh3-64: a reader needs one range GET per site and no Parquet footer.
     """
     fields = [
         pa.field("prompt_id", pa.string(), nullable=False),
@@ -119,7 +146,7 @@ def index_schema(site_names: Sequence[str]) -> pa.Schema:
         pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
         pa.field("row_group", pa.int32(), nullable=False),
     ]
-    for column in TOKEN_COLUMNS:
+    for column in token_columns(selections):
         fields += [
             pa.field(f"{column}_offset", pa.int64(), nullable=False),
             pa.field(f"{column}_nbytes", pa.int64(), nullable=False),

@@ -1,9 +1,9 @@
 """Prompts and their states -> one Parquet object, uploaded whole.
 
-Promises: nothing is visible under the key before the last byte was accepted; states go to the store from
-where they are, without a copy, so memory does not grow with them; each of their bytes is read twice, once for
-the page CRC and once for the payload's digest, with the GIL released; the returned record says where every
-payload lies. Knows nothing of leases, replicas or the spool: a state is a buffer.
+Promises: nothing is visible under the key before the last byte was accepted; plain states go to the store from
+where they are, without a copy, so memory does not grow with them (encoded ones are made a little ahead, by threads);
+each of their bytes is read twice, once for the page CRC and once for the payload's digest, with the GIL released; the
+returned record says where every payload lies. Knows nothing of leases, replicas or the spool: a state is a buffer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,12 @@ from typing_extensions import Buffer
 from hsray import __version__
 from hsray.crash_points import crash_point
 from hsray.pages import PageWriter, Values
+from hsray.payloads import State, payloads_ahead
 from hsray.records import Extent, IndexEntry, IntArray, MaskArray, Prompt, ShardRecord
 from hsray.schema import ITEMSIZE, TOKEN_COLUMNS, segment_tokens, shard_schema
+from hsray.site_storage import Storage, TokenSelection, positions_column, storage_of, stored_selections
 from hsray.store import Store
+from hsray.token_selection import select_positions
 
 # A thrift-compact header of one data page without statistics takes at most 35 bytes; two pages need at least 38.
 _MAX_PAGE_HEADER_BYTES = 35
@@ -54,6 +57,7 @@ def write_shard(
     hidden_size: int,
     dtype: str,
     metadata: Mapping[str, str],
+    storage: Storage | None = None,
 ) -> ShardRecord:
     """Write `rows`, in the given order, as the object `key`: one row group per segment.
 
@@ -61,28 +65,47 @@ def write_shard(
         sites: site names, in column order; every row has a state for each and for nothing else.
         dtype: `bfloat16`, `float16` or `float32`.
         metadata: key-value metadata of the footer (`schema.shard_metadata`).
+        storage: codec and tokens of sites; a site that is not in it is stored plainly and whole.
 
     Raises:
-        ValueError: no rows, a row twice, or states or tokens that do not fit. A bug of the caller.
+        ValueError: no rows, a row twice, states or tokens that do not fit, a codec for another dtype than bfloat16,
+            or NaN for a lossy one. A bug of the caller.
         StoreUnavailable: the store did not take it for `retry_seconds`. Nothing is visible under `key`.
         StoreUnusable: the store refuses. Nothing is visible under `key`.
     """
     token_bytes = hidden_size * ITEMSIZE[dtype]
     views = _checked_states(rows, sites, token_bytes)
-    segments = _segments(rows, views, segment_tokens(len(sites), hidden_size, dtype), token_bytes)
+    selections = stored_selections(storage)
+    if dtype != "bfloat16" and any(storage_of(storage, site).codec != "none" for site in sites):
+        raise ValueError(f"codecs are for bfloat16, not for {dtype}")
+    limit = segment_tokens(len(sites), hidden_size, dtype)
+    segments = _segments(rows, limit, selections)
+    states = [
+        {
+            site: State(
+                data=views[segment.number][site][segment.start * token_bytes : segment.stop * token_bytes],
+                hidden_size=hidden_size,
+                token_bytes=token_bytes,
+                codec=storage_of(storage, site).codec,
+                rows=segment.stored_rows(storage_of(storage, site).tokens),
+            )
+            for site in sites
+        }
+        for segment in segments
+    ]
 
     crash_point("before_shard_upload")
 
     def attempt() -> ShardRecord:
-        pages = PageWriter(shard_schema(sites), STATISTICS_COLUMNS)
+        pages = PageWriter(shard_schema(sites, selections=selections), STATISTICS_COLUMNS)
         digest = ObjectDigest()
         entries = []
-        with store.upload(key) as upload:
-            for segment in segments:
-                group = pages.row_group(_values(segment))
+        with store.upload(key) as upload, payloads_ahead(states) as made:
+            for segment, payloads in zip(segments, made, strict=True):
+                group = pages.row_group(_values(segment, payloads))
                 pieces: list[Buffer] = []
                 digests = {}
-                for head, (site, payload) in zip(group.heads, segment.payloads.items(), strict=True):
+                for head, (site, payload) in zip(group.heads, payloads.items(), strict=True):
                     digests[site] = payload_digest(payload)
                     digest.update(head)
                     digest.update_payload(digests[site])
@@ -135,17 +158,22 @@ class ObjectDigest:
 
 
 def column_extents(
-    footer: pq.FileMetaData, row_group: int, num_tokens: int, nbytes: Mapping[str, int]
+    footer: pq.FileMetaData,
+    row_group: int,
+    num_tokens: int,
+    nbytes: Mapping[str, int],
+    positions: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[int, int]]:
     """Where the payloads of a row group lie, by its footer: column -> (offset, nbytes).
 
     A site is one required value in one uncompressed PLAIN page, so its payload is the end of the page. The
     values of `input_ids` and `loss_mask` are the last `4 * num_tokens` bytes of theirs (Parquet stores uint8
-    as int32).
+    as int32), those of a column of positions the last 4 for each.
 
     Args:
         num_tokens: tokens of the segment.
         nbytes: payload bytes of each site. A wrong size is noticed if it is off by more than a page header.
+        positions: how many values each column of positions has.
 
     Raises:
         ValueError: the row group is laid out in another way, or its sizes are others.
@@ -153,16 +181,17 @@ def column_extents(
     group = footer.row_group(row_group)
     chunks = {chunk.path_in_schema.split(".")[0]: chunk for chunk in map(group.column, range(group.num_columns))}
     extents: dict[str, tuple[int, int]] = {}
-    for column, size in [*((name, 4 * num_tokens) for name in TOKEN_COLUMNS), *nbytes.items()]:
+    lengths = {**dict.fromkeys(TOKEN_COLUMNS, num_tokens), **(positions or {})}
+    for column, size in [*((name, 4 * length) for name, length in lengths.items()), *nbytes.items()]:
         chunk = chunks.get(column)
         if chunk is None:
             raise ValueError(f"row group {row_group} has no column {column}")
-        is_list = column in TOKEN_COLUMNS
+        is_list = column in lengths
         around = chunk.total_compressed_size - size
         least, most = (2 * 4, _MAX_LIST_LEVEL_BYTES) if is_list else (4, 4)
         if (
             group.num_rows != 1
-            or chunk.num_values != (num_tokens if is_list else 1)
+            or chunk.num_values != max(1, lengths.get(column, 1))
             or chunk.compression != "UNCOMPRESSED"
             or chunk.has_dictionary_page
             or chunk.total_uncompressed_size != chunk.total_compressed_size
@@ -178,12 +207,30 @@ def column_extents(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
-    """What one row group holds. `entry` has no extents yet."""
+    """What one row group holds beside states. `entry` has no extents yet.
 
+    Attributes:
+        number: which of the given rows it is of.
+        positions: by selection, the positions in the prompt that lie in this segment.
+    """
+
+    number: int
     entry: IndexEntry
     input_ids: IntArray
     loss_mask: MaskArray
-    payloads: Mapping[str, memoryview]
+    positions: Mapping[TokenSelection, IntArray]
+
+    @property
+    def start(self) -> int:
+        return self.entry.token_start
+
+    @property
+    def stop(self) -> int:
+        return self.entry.token_start + self.entry.num_tokens
+
+    def stored_rows(self, selection: TokenSelection) -> IntArray | None:
+        """The selected rows of the segment, counted from its own start; None for all."""
+        return None if selection == "all" else self.positions[selection] - np.int32(self.start)
 
 
 def _checked_states(rows: Sequence[ShardRow], sites: Sequence[str], token_bytes: int) -> list[dict[str, memoryview]]:
@@ -216,12 +263,11 @@ def _checked_states(rows: Sequence[ShardRow], sites: Sequence[str], token_bytes:
     return checked
 
 
-def _segments(
-    rows: Sequence[ShardRow], views: Sequence[Mapping[str, memoryview]], limit: int, token_bytes: int
-) -> list[_Segment]:
+def _segments(rows: Sequence[ShardRow], limit: int, selections: Sequence[TokenSelection]) -> list[_Segment]:
     segments: list[_Segment] = []
-    for row, states in zip(rows, views, strict=True):
+    for index, row in enumerate(rows):
         prompt = row.prompt
+        chosen = {selection: select_positions(selection, prompt.loss_mask) for selection in selections}
         starts = range(0, prompt.num_tokens, limit)
         for number, start in enumerate(starts):
             stop = min(start + limit, prompt.num_tokens)
@@ -236,8 +282,9 @@ def _segments(
                 row_group=len(segments),
                 extents={},
             )
-            payloads = {site: view[start * token_bytes : stop * token_bytes] for site, view in states.items()}
-            segments.append(_Segment(entry, prompt.input_ids[start:stop], prompt.loss_mask[start:stop], payloads))
+            inside = {name: places[(places >= start) & (places < stop)] for name, places in chosen.items()}
+            tokens = slice(start, stop)
+            segments.append(_Segment(index, entry, prompt.input_ids[tokens], prompt.loss_mask[tokens], inside))
     return segments
 
 
@@ -251,7 +298,7 @@ def _as_bytes(state: memoryview | np.ndarray[Any, Any], name: str) -> memoryview
     return state.cast("B")
 
 
-def _values(segment: _Segment) -> Values:
+def _values(segment: _Segment, payloads: Mapping[str, memoryview]) -> Values:
     """One row of the file, by column."""
     entry = segment.entry
     return {
@@ -264,7 +311,8 @@ def _values(segment: _Segment) -> Values:
         "seq_len": entry.seq_len,
         "input_ids": segment.input_ids,
         "loss_mask": segment.loss_mask,
-        **segment.payloads,
+        **{positions_column(name): places for name, places in segment.positions.items()},
+        **payloads,
     }
 
 

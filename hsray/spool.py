@@ -233,6 +233,41 @@ def sweep(root: str | Path) -> list[Path]:
     return removed
 
 
+@dataclass(frozen=True, slots=True)
+class FoundArena:
+    """An arena of some replica: its folder, its size in bytes, and whether its owner is dead."""
+
+    directory: Path
+    nbytes: int
+    is_dead: bool
+
+
+def find_arenas(root: str | Path) -> list[FoundArena]:
+    """The arenas under `root` that this user may look at. Changes nothing."""
+    found = []
+    for directory in sorted(Path(root).glob("*")):
+        if not _NAME.fullmatch(directory.name) or directory.name.startswith(_NEW_PREFIX):
+            continue
+        try:
+            lock = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if os.pread(lock, len(_MARK), 0) != _MARK:
+                continue
+            nbytes = (directory / ARENA_NAME).stat().st_blocks * 512
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found.append(FoundArena(directory, nbytes, is_dead=False))
+        except OSError:
+            continue
+        else:
+            found.append(FoundArena(directory, nbytes, is_dead=True))
+        finally:
+            os.close(lock)
+    return found
+
+
 def shared_memory_files(pid: int) -> set[str]:
     """Files under /dev/shm that the process or any of its descendants has mapped."""
     try:
@@ -266,6 +301,11 @@ def auto_arena_bytes(root: str | Path, shard_bytes: int, largest_prompt_bytes: i
         free = shutil.disk_usage(root).free
     except OSError as err:
         raise ConfigError(f"spool.path: {root} is not usable: {err.strerror}") from err
+    return arena_bytes_of(free, shard_bytes, largest_prompt_bytes, replicas_per_node)
+
+
+def arena_bytes_of(free: int, shard_bytes: int, largest_prompt_bytes: int, replicas_per_node: int) -> int:
+    """The arithmetic of `auto_arena_bytes`, for a file system with `free` bytes."""
     wanted = max(_AUTO_SHARDS * shard_bytes, 2 * largest_prompt_bytes)
     nbytes = min(wanted, free // 4 // max(1, replicas_per_node))
     return max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT)

@@ -12,23 +12,28 @@ import contextlib
 import copy
 import json
 import logging
+import os
 import random
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+import numpy as np
 import obstore
 from obstore.exceptions import BaseError
 from typing_extensions import Buffer
 
 from hsray.errors import StoreError, StoreUnavailable, StoreUnusable
 from hsray.records import JsonDict
-from hsray.store_clients import Backend, Purpose, open_backend
+from hsray.store_clients import Backend, LocalBackend, Purpose, open_backend
 from hsray.store_errors import KeyExists, is_missing_bucket, translate
-from hsray.upload import PART_BYTES, Upload, byte_view
+from hsray.upload import PART_BYTES, PLAIN_KEY, Upload, byte_view
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,8 @@ CommitMode = Literal["conditional", "single-writer"]
 PROBE_SECONDS: Final = 60.0
 FIRST_PAUSE_SECONDS: Final = 0.5
 MAX_PAUSE_SECONDS: Final = 30.0
+# As many as one system call takes (IOV_MAX).
+_MOST_BUFFERS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,6 @@ class Store:
         *,
         commit: CommitMode = "conditional",
         retry_seconds: float = 1800.0,
-        on_retry: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         jitter: Callable[[float], float] = _full_jitter,
@@ -85,7 +91,8 @@ class Store:
         self.backend = backend
         self.commit = commit
         self.retry_seconds = retry_seconds
-        self._on_retry = on_retry
+        self._retries: Counter[str] = Counter()
+        self._retries_lock = threading.Lock()
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter
@@ -169,6 +176,29 @@ class Store:
         if view.nbytes != nbytes:
             raise StoreError(self._too_short(key, start, nbytes, start + view.nbytes))
         return view
+
+    def read_into(self, key: str, start: int, parts: Sequence[memoryview]) -> None:
+        """Fill writable buffers, one after the other, with the bytes from offset `start`: one request.
+
+        A local file is read straight into them, without a client: also in a process that was forked.
+
+        Raises:
+            StoreError: the object ends before the last buffer is full.
+        """
+        nbytes = sum(part.nbytes for part in parts)
+        backend = self.backend
+        if not (isinstance(backend, LocalBackend) and PLAIN_KEY.fullmatch(key)):
+            fetched = np.frombuffer(self.get_range(key, start, nbytes), np.uint8)
+            at = 0
+            for part in parts:
+                # Not by memoryviews, which keep the GIL while they copy.
+                np.copyto(np.frombuffer(part, np.uint8), fetched[at : at + part.nbytes])
+                at += part.nbytes
+            return
+        path = backend.root / self._path(key)
+        got = self.retrying("get", key, lambda: self.attempt("get", key, lambda: _read_file(path, start, parts)))
+        if got != nbytes:
+            raise StoreError(self._too_short(key, start, nbytes, start + got))
 
     def head(self, key: str) -> ObjectInfo:
         """Size and time of one object."""
@@ -266,6 +296,11 @@ class Store:
             except StoreUnavailable as err:
                 patience.wait(err)
 
+    def retries(self) -> dict[str, int]:
+        """How often a request was repeated since the store was opened, by operation."""
+        with self._retries_lock:
+            return dict(self._retries)
+
     def locate(self, key: str) -> str:
         """Full URL of a key, for messages."""
         return f"{self.url}/{key}"
@@ -348,6 +383,23 @@ class Store:
         return f"{self.locate(key)} ends at byte {size}, but bytes {start} to {start + nbytes} were asked for"
 
 
+def _read_file(path: Path, start: int, parts: Sequence[memoryview]) -> int:
+    """Bytes read; fewer than asked for where the file ends."""
+    left = [part for part in parts if part.nbytes]
+    got = 0
+    with path.open("rb", buffering=0) as file:
+        while left:
+            count = os.preadv(file.fileno(), left[:_MOST_BUFFERS], start + got)
+            if count == 0:
+                break
+            got += count
+            while left and count >= left[0].nbytes:
+                count -= left.pop(0).nbytes
+            if count:
+                left[0] = left[0][count:]
+    return got
+
+
 class _Patience:
     """The pauses of one retried operation: full jitter, a deadline, a log line at the 1st, 2nd, 4th, ... retry."""
 
@@ -370,8 +422,8 @@ class _Patience:
                 f"{self._operation} {store.locate(self._key)}: given up after {self._attempts} tries in {waited:.0f} s "
                 f"(output.retry_seconds={store.retry_seconds:g}): {err}"
             ) from err
-        if store._on_retry is not None:
-            store._on_retry(self._operation, self._attempts)
+        with store._retries_lock:
+            store._retries[self._operation] += 1
         if self._attempts & (self._attempts - 1) == 0:
             logger.log(
                 logging.INFO if self._attempts < 4 else logging.WARNING,
@@ -396,7 +448,6 @@ def open_store(
     *,
     commit: CommitMode = "conditional",
     retry_seconds: float = 1800.0,
-    on_retry: Callable[[str, int], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Store:
@@ -410,7 +461,6 @@ def open_store(
             environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...).
         commit: `single-writer` replaces the conditional put of `create_once` by a look and a plain put.
         retry_seconds: how long a transient error is retried.
-        on_retry: called with (operation, retry number) before every pause.
         clock: seconds, monotonic.
         sleep: pauses for so many seconds.
 
@@ -423,7 +473,6 @@ def open_store(
         backend,
         commit=commit,
         retry_seconds=retry_seconds,
-        on_retry=on_retry,
         clock=clock,
         sleep=sleep,
     )

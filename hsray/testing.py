@@ -73,7 +73,6 @@ class FlakyStore(Store):
         refused: float = 0.0,
         operations: Collection[str] | None = None,
         retry_seconds: float = 0.5,
-        on_retry: Callable[[str, int], None] | None = None,
     ) -> None:
         self.time = VirtualTime()
         super().__init__(
@@ -81,7 +80,6 @@ class FlakyStore(Store):
             inner.backend,
             commit=inner.commit,
             retry_seconds=retry_seconds,
-            on_retry=on_retry,
             clock=self.time.now,
             sleep=self.time.sleep,
             jitter=lambda cap: cap / 2,
@@ -144,6 +142,7 @@ class FakeBehaviour:
 
     Attributes:
         crash_token: a prompt that holds this id kills the process, as SIGKILL does.
+        last_words: what it prints before it does.
         nan_token: the row of this id becomes NaN in the first site.
         refuse_token: a prompt that holds this id is refused, as SGLang refuses a request.
         seconds_per_token: time a prompt takes; prompts run side by side.
@@ -151,6 +150,7 @@ class FakeBehaviour:
     """
 
     crash_token: int = -1
+    last_words: str = ""
     nan_token: int = -1
     refuse_token: int = -1
     seconds_per_token: float = 0.0
@@ -210,6 +210,7 @@ class FakeEngine:
         await asyncio.sleep(behaviour.seconds_per_token * len(input_ids))
         is_test = request.layout != RUN_LAYOUT
         if behaviour.crash_token in input_ids and not is_test:
+            os.write(2, f"{behaviour.last_words}\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour.refuse_token in input_ids and not is_test:
             return PrefillResponse(0, (), "refused by FakeEngine")

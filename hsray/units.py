@@ -1,4 +1,4 @@
-"""Numbers for people: bytes and durations, short."""
+"""Numbers for people: bytes, durations and counts, short."""
 
 
 def format_bytes(nbytes: float) -> str:
@@ -8,6 +8,11 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} TB"
+
+
+def format_count(number: int, noun: str) -> str:
+    """`1 prompt`, `1,200 prompts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -35,7 +35,7 @@ PARTS_IN_FLIGHT: Final = 4
 # User metadata that proves whose multipart upload an object is. Azure allows only identifiers as names.
 WRITE_ID_ATTRIBUTE: Final = "hsraywriteid"
 # The file under such a key has the key's own name. obstore knows what to do with any other.
-_PLAIN_KEY: Final = re.compile(r"[\w.+=-]+(/[\w.+=-]+)*", re.ASCII)
+PLAIN_KEY: Final = re.compile(r"[\w.+=-]+(/[\w.+=-]+)*", re.ASCII)
 # Most buffers that one writev takes.
 _IOV_MAX: Final = 1024
 
@@ -163,7 +163,7 @@ class Upload:
         if isinstance(backend, LocalBackend):
             # Local files carry no attributes, and need none: their publishing is a rename.
             attributes = None
-            if _PLAIN_KEY.fullmatch(self._key):
+            if PLAIN_KEY.fullmatch(self._key):
                 return _FileSink(backend.root / self._key)
         else:
             attributes = {WRITE_ID_ATTRIBUTE: self._write_id}

@@ -1,19 +1,23 @@
 /* An S3 endpoint that keeps nothing, to measure what a client costs: bodies are thrown away in the kernel.
  *
- *     gcc -O2 -pthread null_s3.c -o null_s3 && ./null_s3
+ *     gcc -O2 -pthread null_s3.c -o null_s3 && ./null_s3 [FOLDER]
  *
  * Listens on a free port of 127.0.0.1, prints it, and ends when its standard input does. Answers puts, multipart
- * uploads and deletes with success, every other request with 404. One thread a connection; keep-alive.
- * A body must come with a Content-Length.
+ * uploads and deletes with success. With FOLDER, the key `a/b` of any bucket is read from FOLDER/a/b, whole or a range
+ * of it, straight from the page cache, and every listing is empty; every other request is answered 404. One thread a
+ * connection; keep-alive. A body must come with a Content-Length.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/sendfile.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #define HEAD_BYTES 65536
@@ -25,6 +29,11 @@ static const char BEGUN[] =
 static const char COMPLETED[] =
     "<?xml version=\"1.0\" encoding=\"UTF-8\"?><CompleteMultipartUploadResult><Bucket>null</Bucket><Key>k</Key>"
     "<ETag>\"e\"</ETag></CompleteMultipartUploadResult>";
+
+static const char LISTED[] =
+    "<?xml version=\"1.0\" encoding=\"UTF-8\"?><ListBucketResult><Name>null</Name><IsTruncated>false</IsTruncated>"
+    "</ListBucketResult>";
+static const char *folder;
 
 static int send_all(int fd, const char *data, size_t size)
 {
@@ -57,6 +66,39 @@ static int discard(int fd, long long size, char *buffer)
         size -= got;
     }
     return 0;
+}
+
+/* Answers a GET or HEAD from `folder`; the target is /bucket/key?query. */
+static int answer_file(int fd, const char *target, const char *head, int is_get)
+{
+    char path[8192], text[512];
+    const char *key = strchr(target + 1, '/'), *range = strcasestr(head, "\r\nrange: bytes=");
+    struct stat info;
+    int file = -1, failed;
+    if (folder != NULL && strstr(target, "list-type=2") != NULL)
+        return answer(fd, "200 OK", LISTED);
+    if (folder != NULL && key != NULL && strstr(key, "..") == NULL) {
+        snprintf(path, sizeof path, "%s%.*s", folder, (int)strcspn(key, "?"), key);
+        file = open(path, O_RDONLY);
+    }
+    if (file < 0 || fstat(file, &info) != 0 || !S_ISREG(info.st_mode)) {
+        if (file >= 0)
+            close(file);
+        return answer(fd, "404 Not Found", "");
+    }
+    long long size = info.st_size, first = 0, last = size - 1;
+    if (range != NULL && sscanf(range + 15, "%lld-%lld", &first, &last) == 2 && last >= size)
+        last = size - 1;
+    off_t at = first;
+    int length = snprintf(text, sizeof text,
+                          "HTTP/1.1 %s\r\nETag: \"e\"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n"
+                          "Content-Range: bytes %lld-%lld/%lld\r\nContent-Length: %lld\r\n\r\n",
+                          range != NULL ? "206 Partial Content" : "200 OK", first, last, size, last - first + 1);
+    failed = send_all(fd, text, (size_t)length);
+    while (is_get && !failed && at <= last)
+        failed = sendfile(fd, file, &at, (size_t)(last + 1 - at)) <= 0;
+    close(file);
+    return failed;
 }
 
 static void *serve(void *argument)
@@ -93,8 +135,8 @@ static void *serve(void *argument)
             failed = answer(fd, "200 OK", strstr(target, "uploads") != NULL ? BEGUN : COMPLETED);
         else if (strcmp(method, "DELETE") == 0)
             failed = send_all(fd, "HTTP/1.1 204 No Content\r\n\r\n", 27);
-        else if (strcmp(method, "HEAD") == 0)
-            failed = send_all(fd, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 45);
+        else if (strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0)
+            failed = answer_file(fd, target, head, strcmp(method, "GET") == 0);
         else
             failed = answer(fd, "404 Not Found", "");
         if (failed)
@@ -116,8 +158,9 @@ static void *end_with_input(void *unused)
     exit(0);
 }
 
-int main(void)
+int main(int count, char **arguments)
 {
+    folder = count > 1 ? arguments[1] : NULL;
     int one = 1, listener = socket(AF_INET, SOCK_STREAM, 0);
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof address;

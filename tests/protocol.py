@@ -6,8 +6,9 @@
 The scheduler, the ledger and its commit protocol are the real ones; replicas, data objects and time are
 simulated. Replicas crash, are falsely taken for dead and go on as zombies, report twice, drain; nodes come and go;
 prompts kill their replica or fail; drivers die, are stopped, run two at a time; the store loses acknowledgements
-and answers that a record exists which the same request has just created. Faults end at a fixed virtual time, so
-that every run must come to its end, and then the books must balance.
+and answers that a record exists which the same request has just created. An operator re-opens dead prompts, some of
+which work by then, and committed ones whose bytes went bad, also while drivers are at work. Faults end at a fixed
+virtual time, so that every run must come to its end, and then the books must balance.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from hsray.config import BudgetConfig
+from hsray.driver import tries_so_far
 from hsray.errors import HsrayError, StoreUnavailable
 from hsray.events import (
     AbandonPlace,
@@ -49,8 +51,9 @@ from hsray.events import (
     StopRequested,
     Tick,
 )
-from hsray.ledger import Ledger, account
+from hsray.ledger import Accounting, Ledger, account
 from hsray.records import IndexEntry, Lease, LeaseOutcome, PromptFailure, Resolution, ShardRecord
+from hsray.retry_dead import dead_by_lease
 from hsray.scheduler import Scheduler
 from hsray.store import open_store
 from hsray.store_clients import _memory_stores
@@ -71,6 +74,9 @@ EXPECTED = (
     "own record taken for another's",
     "412 on own success",
     "node joined",
+    "dead prompt opened again",
+    "committed prompt opened again",
+    "dead prompt that worked in the end",
     "lease divided for its size",
     "report of a zombie",
     "unreferenced object",
@@ -114,6 +120,8 @@ class Faults:
     second_driver: float = 0.0
     stop: float = 0.0
     join: float = 0.0
+    retry: float = 0.0
+    repair: float = 0.0
     lost_acknowledgement: float = 0.0
     repeated_create: float = 0.0
 
@@ -135,6 +143,8 @@ class Faults:
             second_driver=some(0.5),
             stop=some(0.05),
             join=some(0.1),
+            retry=some(0.3),
+            repair=some(0.2),
             lost_acknowledgement=some(0.3),
             repeated_create=some(0.3),
         )
@@ -194,6 +204,7 @@ class World:
         weights = [10, *(self.rng.choice([0, 0.5]) for _ in kinds[1:])]
         self.kinds: dict[int, RowKind] = {}
         self.tried: Counter[int] = Counter()
+        self.mended: set[int] = set()
         self.roots: list[Lease] = []
         row = 0
         for i in range(self.rng.randint(1, 8)):
@@ -206,7 +217,9 @@ class World:
         store = open_store(f"memory://{self.name}")
         self.objects: dict[str, str] = {}
         # Reading is undisturbed: it changes nothing, and 32 threads drawing from one dice could not be replayed.
-        self.books = make_ledger(store)
+        run_id = f"run-{seed}"
+        make_ledger(store).create_run({"run_id": run_id})
+        self.books = make_ledger(store, run_id)
         # retry_seconds=0: what the store would wait out, a driver of this world has to deal with.
         self.flaky = RepeatingStore(
             store,
@@ -215,7 +228,7 @@ class World:
             after=self.faults.lost_acknowledgement,
         )
         self.flaky.repeat = self.faults.repeated_create
-        self.ledger = make_ledger(self.flaky)
+        self.ledger = make_ledger(self.flaky, run_id)
         self.seen: dict[str, Resolution] = {}
         self.provoked: Counter[str] = Counter()
         self.drivers: list[Driver] = []
@@ -236,6 +249,7 @@ class World:
     def run(self) -> None:
         """Until nothing is left to happen: the run is complete, and so are the zombies."""
         self.after(CALM_AFTER_SECONDS, self.calm_down)
+        self.after(60, self.operate)
         self.start_driver()
         for _ in range(MAX_EVENTS):
             if not self._heap:
@@ -243,15 +257,47 @@ class World:
             self.now, _, what = heapq.heappop(self._heap)
             what()
         check(not self._heap, f"still going after {MAX_EVENTS} events")
-        check(any(d.finished == "complete" for d in self.drivers), "no driver ended complete")
+        check(self.is_complete, "no driver ended complete")
 
     def calm_down(self) -> None:
         self.flaky.calm()
         self.flaky.repeat = 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether a driver has done all that is open by now."""
+        generation = self.books.reopened().generation
+        return any(d.finished == "complete" and d.generation == generation for d in self.drivers)
+
+    def operate(self) -> None:
+        """Every 20 s somebody may look at the run and have prompts done again."""
+        if self.is_calm:
+            return
+        self.after(20, self.operate)
+        accounting = self.account()
+        again: dict[str, set[int]] = {}
+        if self.happens(self.faults.retry):
+            again = dead_by_lease(self.books.resolutions(), accounting, accounting.dead)
+            for row in (row for some in again.values() for row in some):
+                self.provoked["dead prompt opened again"] += 1
+                if self.kinds[row] != "flaky" and self.rng.random() < 0.5:
+                    self.kinds[row] = "fine"
+                    self.mended.add(row)
+        if self.happens(self.faults.repair):
+            for row, lease_id in accounting.committed.items():
+                if self.rng.random() < 0.2:
+                    again.setdefault(lease_id, set()).add(row)
+                    self.provoked["committed prompt opened again"] += 1
+        if again:
+            self.books.reopen(again)
+            self.soon(self.start_driver, 30)
+
+    def account(self) -> Accounting:
+        return account(self.roots, self.books.resolutions(), self.books.reopened())
+
     def start_driver(self) -> None:
         """The user runs the command (again)."""
-        if any(d.finished == "complete" for d in self.drivers):
+        if self.is_complete:
             return
         check(len(self.drivers) < MAX_DRIVERS, f"not complete after {MAX_DRIVERS} drivers")
         self.drivers.append(Driver(self, f"d{len(self.drivers)}"))
@@ -263,7 +309,7 @@ class World:
     def audit(self) -> None:
         """The books must balance."""
         resolutions = self.books.resolutions()
-        books = account(self.roots, resolutions)
+        books = self.account()
         check(not books.open, f"open leases after the end: {books.open}")
         check(not books.superseded, f"records outside the lease tree: {books.superseded}")
         check(not books.committed.keys() & books.dead.keys(), "rows both committed and dead")
@@ -271,6 +317,7 @@ class World:
         for lease_id, standing in self.seen.items():
             check(resolutions.get(lease_id) == standing, f"the record of {lease_id} is not what a driver read")
         for row, lease_id in books.committed.items():
+            check(row not in books.reopened.of(lease_id), f"row {row} counts where it was opened again")
             shards = [s for s in resolutions[lease_id].shards if row in s.rows]
             check(len(shards) == 1, f"row {row} is in {len(shards)} shards")
             check(self.objects.get(shards[0].key) == shards[0].tree_xxh3, f"the bytes of {shards[0].key} are not there")
@@ -288,7 +335,9 @@ class World:
                 known = f"p{row}" if dead.failure_class != "crash" else ""
                 check(dead.prompt_id == known, f"row {row} died as {dead.prompt_id}")
                 self.provoked[f"dead: {dead.failure_class}"] += 1
-            if kind in ("fine", "flaky"):
+            if row in self.mended and not dead:
+                self.provoked["dead prompt that worked in the end"] += 1
+            elif kind in ("fine", "flaky"):
                 self.provoked["innocent dead" if dead else "innocent committed"] += 1
         for driver in self.drivers:
             self.provoked[f"driver: {driver.finished or 'died'}"] += 1
@@ -313,16 +362,13 @@ class Driver:
         resolutions = world.books.resolutions()
         for resolution in resolutions.values():
             world.saw(resolution)
-        books = account(world.roots, resolutions)
-        attempts: dict[int, int] = {}
-        for resolution in resolutions.values():
-            for row, tries in resolution.attempts.items():
-                attempts[row] = max(tries, attempts.get(row, 0))
+        books = world.account()
+        self.generation = books.generation
         self.scheduler = world.make_scheduler(
             books.open,
             world.budgets,
             starts=world.books.starts(),
-            attempts=attempts,
+            attempts=tries_so_far(books.open, resolutions),
             total_rows=len(world.kinds),
             already_dead=len(books.dead),
             already_committed=len(books.committed),
@@ -449,8 +495,10 @@ class Driver:
             if not self.world.happens(self.world.faults.zombie):
                 replica.is_alive = False
         if reason == "complete":
-            open_leases = account(self.world.roots, self.world.books.resolutions()).open
-            check(not open_leases, f"{self.name} says complete while {open_leases} are open")
+            # What was opened again after it began is not its business.
+            reopened = [f".g{n}" for n in range(self.generation + 1, self.world.books.reopened().generation + 1)]
+            open_ = [x for x in self.world.account().open if not any(f"{x.lease_id}.".count(f"{g}.") for g in reopened)]
+            check(not open_, f"{self.name} says complete while {open_} are open")
         else:
             self.world.soon(self.world.start_driver, 30)
 

@@ -37,6 +37,7 @@ class Run:
     Attributes:
         overrides: always passed, `key=value`.
         env: added to the environment of every driver.
+        prefix: a command that runs the driver's command line.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class Run:
     url: str = ""
     overrides: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+    prefix: list[str] = field(default_factory=list)
     storage_options: dict[str, Any] = field(default_factory=dict)
     started: list["subprocess.Popen[str]"] = field(default_factory=list)
 
@@ -62,6 +64,7 @@ class Run:
         log = (self.folder / f"{name}.log").open("a")
         process = subprocess.Popen(
             [
+                *self.prefix,
                 sys.executable,
                 "-m",
                 "tests.drive",

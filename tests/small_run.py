@@ -5,7 +5,7 @@ committed in two steps (the record of `000000` and of its remainder), the last g
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +18,7 @@ from hsray.plan import build_plan, load_plan, read_lease_prompts
 from hsray.records import DeadPrompt, JsonDict, Prompt, Reject, Resolution
 from hsray.schema import bytes_per_token, shard_metadata
 from hsray.shard import ShardRow, write_shard
+from hsray.site_storage import Storage, storage_of, summarize_codecs
 from hsray.sites import resolve_sites
 from hsray.store import Store, open_store
 
@@ -86,8 +87,18 @@ def make_states(row: int, num_tokens: int, hidden_size: int, dtype: str) -> dict
     return {site: rng.standard_normal((num_tokens, hidden_size)).astype(DTYPES[dtype]) for site in SITE_NAMES}
 
 
-def metadata(dtype: str, hidden_size: int) -> dict[str, str]:
-    return shard_metadata(sites=SITES, hidden_size=hidden_size, dtype=dtype, run_id="small", model="tiny")
+def metadata(dtype: str, hidden_size: int, storage: Storage | None = None) -> dict[str, str]:
+    return shard_metadata(
+        sites=SITES, hidden_size=hidden_size, dtype=dtype, run_id="small", model="tiny", storage=storage
+    )
+
+
+def site_record(name: str, storage: Storage | None) -> JsonDict:
+    site = next(s for s in SITES if s.name == name)
+    record = {"name": name, "index": site.index, "norm": site.norm, "huggingface": site.huggingface}
+    record |= {"meaning": site.meaning}
+    # Runs of before there were codecs do not say it.
+    return record if storage is None else {**record, **asdict(storage_of(storage, name))}
 
 
 def build_small_run(
@@ -99,6 +110,7 @@ def build_small_run(
     finish: bool = True,
     storage_options: dict[str, Any] | None = None,
     config: JsonDict | None = None,
+    storage: Storage | None = None,
 ) -> SmallRun:
     store = open_store(url, storage_options)
     items: list[Prompt | Reject] = []
@@ -129,12 +141,9 @@ def build_small_run(
             "norm_eps": 1e-6,
             "norm_kind": "rms",
         },
-        "sites": [
-            {"name": s.name, "index": s.index, "norm": s.norm, "huggingface": s.huggingface, "meaning": s.meaning}
-            for s in SITES
-        ],
+        "sites": [site_record(name, storage) for name in SITE_NAMES],
         "dtype": dtype,
-        "codec": "none",
+        "codec": summarize_codecs(storage),
         "plan": plan,
         "versions": {},
     }
@@ -161,7 +170,8 @@ def build_small_run(
                 sites=SITE_NAMES,
                 hidden_size=hidden_size,
                 dtype=dtype,
-                metadata=metadata(dtype, hidden_size),
+                metadata=metadata(dtype, hidden_size, storage),
+                storage=storage,
             )
             Ledger(store).resolve(Resolution("commit", lease_id, "a1", "replica", (shard,), dead))
     if finish:

@@ -38,7 +38,7 @@ def cause_of(error: Exception) -> BaseException:
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        return error.__cause__ or _creation_cause(error) or ReplicaLost(str(error).strip().splitlines()[0])
+        return error.__cause__ or _creation_cause(error) or ReplicaLost(_loss(str(error)))
     return error
 
 
@@ -52,6 +52,15 @@ def _creation_cause(error: Any) -> BaseException | None:
             made: BaseException = getattr(errors, kind)(message)
             return made
     return None
+
+
+def _loss(text: str) -> str:
+    """The one line of Ray's many that says why an actor is gone."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["Ray says nothing"]
+    if lines[0].startswith("The actor died because of an error raised in its creation task"):
+        return f"it could not be made: {lines[-1]}"
+    told = next((line for line in lines if line.startswith("The actor is dead because")), lines[0])
+    return told.partition(" Some common causes")[0][:500]
 
 
 def describe(error: BaseException) -> str:

@@ -18,9 +18,10 @@ def draining_nodes() -> list[str]:
     return list(state.get_draining_nodes())
 
 
-def node_of(place: str) -> str | None:
-    node_id, slash, _ = place.rpartition("/")
-    return node_id if slash else None
+def place_name(node: dict[str, Any], slot: int) -> str:
+    """What a place on this node is called, in logs, records and file names: `gpu-07-5f2a90c1/0`. The host alone would
+    not do: nodes on one machine share it, and one that comes back is another node."""
+    return f"{node['NodeManagerHostname']}-{node['NodeID'][:8]}/{slot}"
 
 
 def slots_of(node: dict[str, Any], config: ClusterConfig, gpus_per_replica: int) -> int:

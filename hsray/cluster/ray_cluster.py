@@ -7,15 +7,17 @@ a new incarnation with a new name, decided by the scheduler.
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from hsray.cluster.errors import cause_of, describe, is_node_loss, is_task_error
-from hsray.cluster.nodes import alive_nodes, draining_nodes, node_of, slots_of
+from hsray.cluster.last_words import LogReader, node_of_actor
+from hsray.cluster.nodes import alive_nodes, draining_nodes, place_name, slots_of
+from hsray.cluster.ray_metrics import RayMetrics
 from hsray.config import ClusterConfig
 from hsray.crash_points import crash_environment
 from hsray.errors import ConfigError, EngineError, HsrayError, SelfTestError, StoreError
@@ -30,12 +32,15 @@ from hsray.events import (
     ReplicaFailedToStart,
     ReplicaReady,
 )
-from hsray.log import tail
+from hsray.log import about
+from hsray.metrics import Metrics
+from hsray.metrics.replica import ReplicaReport
 from hsray.plan import PlanRef
 from hsray.records import Lease, LeaseOutcome
 from hsray.replica import Replica
 from hsray.replica_spec import ReplicaFacts, ReplicaProgress, ReplicaSpec
 from hsray.spool import sweep
+from hsray.status.document import ReplicaRow, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +89,49 @@ class _Handle:
     progress: ReplicaProgress | None = None
     last_answer: float = 0.0
     is_draining: bool = False
+    has_reported: bool = False
+
+    def row(self, now: float) -> ReplicaRow:
+        state: ReplicaState = "starting" if self.facts is None else "draining" if self.is_draining else "ready"
+        heard = now - (self.last_answer or self.spawned_at)
+        node = "" if self.facts is None else self.facts.node
+        if self.progress is None:
+            return ReplicaRow(replica=self.name, node=node, state=state, heard_seconds_ago=round(heard, 1))
+        return ReplicaRow(
+            replica=self.name,
+            node=node,
+            state=state,
+            prompts=self.progress.prompts,
+            tokens=self.progress.tokens,
+            nbytes=self.progress.stored_bytes,
+            in_flight=self.progress.in_flight,
+            spool_bytes=self.progress.spool_bytes,
+            spool_capacity=self.progress.spool_capacity,
+            heard_seconds_ago=round(heard, 1),
+        )
 
 
 class ReplicaActor(Replica):
-    """The Ray actor: a replica that knows which node it is on."""
+    """The Ray actor: a replica that knows which node it is on and reports to Ray's metrics whenever it is pinged."""
+
+    def __init__(self, spec: ReplicaSpec, replica: str) -> None:
+        metrics = RayMetrics(run=run_tag(spec), replica=replica)
+        super().__init__(spec, replica, metrics)
+        self._report_metrics = ReplicaReport(metrics).record
+
+    def progress(self) -> ReplicaProgress:
+        progress = super().progress()
+        self._report_metrics(progress)
+        return progress
+
+    def __repr__(self) -> str:
+        # Ray asks one whose constructor failed as well; there, an error hides the constructor's.
+        return f"{getattr(self, 'replica', 'a replica')} on {socket.gethostname()}"
 
     def introduce(self) -> tuple[ReplicaFacts, str]:
         import ray
 
+        self.progress()  # zeros, from which Prometheus sees counters grow
         return self.facts(), str(ray.get_runtime_context().get_node_id())
 
 
@@ -132,13 +172,17 @@ class RayCluster:
     _handles: dict[str, _Handle] = field(default_factory=dict)
     _calls: dict[Any, _Call] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _places: set[str] = field(default_factory=set)
+    _places: dict[str, str | None] = field(default_factory=dict)  # to the node they are on, if that is fixed
     _retired: _Retired = field(default_factory=_Retired)
     _stop: threading.Event = field(default_factory=threading.Event)
     _waiting_logged: float = 0.0
     _poller: threading.Thread | None = None
+    _logs: LogReader = field(init=False)
     is_local: bool = False
     refusal: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._logs = LogReader(self.spec.log_dir)
 
     def start(self) -> None:
         """Connect to Ray, or start a local one, and begin to look for places.
@@ -150,6 +194,9 @@ class RayCluster:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         # hsray decides what a worker prints and where; Ray's usage report needs the network.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Calls that fall with a replica are known to have failed; Ray would print a traceback for each.
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # what Ray itself says of dead workers goes into logs
         import ray
 
         address = self.config.address or os.environ.get("RAY_ADDRESS")
@@ -168,8 +215,10 @@ class RayCluster:
                 )
             else:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as err:
-            raise ConfigError(f"cluster.address: cannot connect to Ray at {address or 'local'}: {err}") from err
+        except Exception as err:  # Ray raises plain Exceptions here as well
+            if self.is_local:
+                raise HsrayError(f"Ray does not start on this machine: {err}") from err
+            raise ConfigError(f"cluster.address: cannot connect to Ray at {address}: {err}") from err
         self._poller = threading.Thread(target=self._poll_forever, name="hsray-cluster", daemon=True)
         self._poller.start()
 
@@ -187,6 +236,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options: dict[str, Any] = {
+            "name": replica,
             "num_cpus": self.config.cpus_per_replica,
             "num_gpus": self.gpus_per_replica,
             "max_restarts": 0,
@@ -199,7 +249,7 @@ class RayCluster:
             options["resources"] = dict(self.config.resources)
         if self.config.label_selector:
             options["label_selector"] = dict(self.config.label_selector)
-        node_id = node_of(place)
+        node_id = self._places.get(place)
         if node_id is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
         actor = ray.remote(ReplicaActor).options(**options).remote(self.spec, replica)
@@ -241,6 +291,16 @@ class RayCluster:
                     totals.spool_capacity += handle.progress.spool_capacity
             return totals
 
+    def metrics(self) -> Metrics:
+        """For what the driver has to report. Once Ray is connected."""
+        return RayMetrics(run=run_tag(self.spec), replica="driver")
+
+    def rows(self) -> list[ReplicaRow]:
+        """Every replica as it last answered, for `hsray.status`."""
+        now = time.monotonic()
+        with self._lock:
+            return [handle.row(now) for handle in self._handles.values()]
+
     def facts(self) -> list[ReplicaFacts]:
         with self._lock:
             return [h.facts for h in self._handles.values() if h.facts is not None]
@@ -250,6 +310,7 @@ class RayCluster:
         import ray
 
         self._stop.set()
+        self._logs.close()
         with self._lock:
             handles = list(self._handles.values())
             self._handles.clear()
@@ -336,7 +397,11 @@ class RayCluster:
             if call.kind != "lease":
                 log.warning("replica %s: %s", call.replica, describe(cause))
             elif isinstance(cause, EngineError):
-                self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "replica", describe(cause)))
+                self._report(
+                    handle,
+                    describe(cause),
+                    lambda reason: LeaseFailed(call.replica, call.lease_id, call.attempt, "replica", reason),
+                )
             elif isinstance(cause, StoreError) and cause.transient:
                 self.emit(LeaseFailed(call.replica, call.lease_id, call.attempt, "storage", str(cause)))
             elif isinstance(cause, HsrayError):
@@ -350,15 +415,14 @@ class RayCluster:
                 return
         _kill(handle)
         if handle.facts is None:
-            reason = self._with_log(handle, describe(cause))
             # An engine that did not start may start next time: a port taken, a predecessor's memory not freed yet.
             permanent = isinstance(cause, ConfigError | SelfTestError)
             if permanent:
                 self.refusal = cause
-            self.emit(ReplicaFailedToStart(call.replica, reason, permanent))
+            self._report(handle, describe(cause), lambda reason: ReplicaFailedToStart(call.replica, reason, permanent))
         else:
             blame = not self._was_announced(error, handle)
-            self.emit(ReplicaDied(call.replica, self._with_log(handle, describe(cause)), blame))
+            self._report(handle, describe(cause), lambda reason: ReplicaDied(call.replica, reason, blame))
 
     def _was_announced(self, error: Exception, handle: _Handle) -> bool:
         """Whether the loss is the node's doing rather than the lease's."""
@@ -370,10 +434,26 @@ class RayCluster:
             log.warning("cannot ask Ray for its nodes: %s", err)
             return False
 
-    def _with_log(self, handle: _Handle, reason: str) -> str:
-        path = handle.facts.log_path if handle.facts else str(Path(self.spec.log_dir) / f"{_slug(handle.name)}.log")
-        last = tail(path, 25)
-        return f"{reason}\n--- the end of {path} ---\n{last}" if last else reason
+    def _report(self, handle: _Handle, reason: str, make_event: Callable[[str], Event]) -> None:
+        """Log and emit that a replica is of no more use, with the end of its log, which takes a moment to come from
+        another node. The first report has it; further leases of the same replica fail without."""
+        if handle.has_reported:
+            self.emit(make_event(reason))
+            return
+        handle.has_reported = True
+
+        def read_and_emit() -> None:
+            told = reason
+            try:
+                told = self._logs.with_log(reason, handle.name, handle.node_id or node_of_actor(handle.actor))
+            except Exception as err:  # noqa: BLE001 - whatever Ray says: the death itself must be reported
+                log.warning("cannot read the log of replica %s: %s", handle.name, err)
+            finally:
+                node = handle.facts.node if handle.facts else ""
+                log.error("replica %s failed: %s", handle.name, told, extra=about(replica=handle.name, node=node))
+                self.emit(make_event(told))
+
+        self._logs.submit(read_and_emit)
 
     def _ping(self, now: float) -> None:
         with self._lock:
@@ -387,14 +467,18 @@ class RayCluster:
                     self._calls[handle.actor.progress.remote()] = _Call("ping", handle.name)
             elif now - handle.last_answer > _PING_DEADLINE_SECONDS:
                 self.retire(handle.name)
-                self.emit(ReplicaDied(handle.name, f"no answer for {_PING_DEADLINE_SECONDS:.0f} s", blame=True))
+                self._report_silent(handle)
+
+    def _report_silent(self, handle: _Handle) -> None:
+        reason = f"no answer for {_PING_DEADLINE_SECONDS:.0f} s"
+        self._report(handle, reason, lambda reason: ReplicaDied(handle.name, reason, blame=True))
 
     def _watch_start(self, handle: _Handle, now: float) -> None:
         waited = now - handle.spawned_at
         if waited > self.spec.start_timeout_seconds + _SHUTDOWN_SECONDS:
             self.retire(handle.name)
             reason = f"not ready after {waited:.0f} s (engine.start_timeout_seconds)"
-            self.emit(ReplicaFailedToStart(handle.name, self._with_log(handle, reason), permanent=False))
+            self._report(handle, reason, lambda reason: ReplicaFailedToStart(handle.name, reason, permanent=False))
         elif waited > 60 and now - self._waiting_logged > 60:
             self._waiting_logged = now
             log.info("waiting for replica %s to start for %.0f s (logs: %s)", handle.name, waited, self.spec.log_dir)
@@ -404,19 +488,19 @@ class RayCluster:
     def _look_for_places(self) -> None:
         """Announce places that came and went."""
         if isinstance(self.config.replicas, int):
-            found = {f"r{i}" for i in range(self.config.replicas)}
+            found: dict[str, str | None] = {f"r{i}": None for i in range(self.config.replicas)}
         elif self.gpus_per_replica == 0:
-            found = {"r0"}
+            found = {"r0": None}
         else:
-            found = set()
+            found = {}
             for node in alive_nodes():
                 slots = slots_of(node, self.config, self.gpus_per_replica)
-                found |= {f"{node['NodeID']}/{slot}" for slot in range(slots)}
-        for place in sorted(found - self._places):
+                found |= {place_name(node, slot): node["NodeID"] for slot in range(slots)}
+        before, self._places = self._places, found
+        for place in sorted(found.keys() - before.keys()):
             self.emit(PlaceFound(place))
-        for place in sorted(self._places - found):
+        for place in sorted(before.keys() - found.keys()):
             self.emit(PlaceGone(place))
-        self._places = found
         for node_id in draining_nodes():
             with self._lock:
                 handles = [h for h in self._handles.values() if h.node_id == node_id and not h.is_draining]
@@ -459,6 +543,11 @@ class RayCluster:
             ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_SECONDS)
 
 
+def run_tag(spec: ReplicaSpec) -> str:
+    """The run's id, as metrics name it."""
+    return spec.shard_metadata["hsray.run_id"]
+
+
 def _kill(handle: _Handle) -> None:
     import ray
 
@@ -473,7 +562,3 @@ def _sweep_when_dead(path: str) -> int:
     removed = len(sweep(path))
     time.sleep(0.5)
     return removed + len(sweep(path))
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)

@@ -13,12 +13,22 @@ from typing import Any
 from hsray.ranges import RETRY_SECONDS, RangeReader
 from hsray.reader import open_run
 from hsray.store import open_store
+from hsray.verify.codec_report import CodecError, measure_codecs
 from hsray.verify.parity import SiteParity, check_parity
 from hsray.verify.records import RecordAudit, read_plan, read_record
 from hsray.verify.report import CHECKS, Problem, Report
 from hsray.verify.shards import ShardAudit
 
-__all__ = ["CHECKS", "Problem", "Report", "SiteParity", "check_parity", "verify_run"]
+__all__ = [
+    "CHECKS",
+    "CodecError",
+    "Problem",
+    "Report",
+    "SiteParity",
+    "check_parity",
+    "measure_codecs",
+    "verify_run",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +41,7 @@ def verify_run(
     parity: int = 0,
     model_path: str | None = None,
     tolerance: float | None = None,
+    codec_report: bool = False,
 ) -> Report:
     """Check a run. `CHECKS` says what is looked at.
 
@@ -39,6 +50,7 @@ def verify_run(
         parity: recompute so many prompts with transformers (`parity.check_parity`).
         model_path: the model to do it with, if not the one in `hsray.json`.
         tolerance: relative error to allow, if not the default of `check_parity`.
+        codec_report: measure what each codec loses on some of the states (`codec_report.measure_codecs`).
 
     Raises:
         ConfigError: the URL, an option or the model path is wrong.
@@ -53,13 +65,17 @@ def verify_run(
     records = RecordAudit(store, record, plan, report)
     records.run()
     ranges = RangeReader(store, storage_options or {})
-    ShardAudit(store, ranges, record, plan, records.standing, report, full=full).run()
-    if not parity:
+    ShardAudit(store, ranges, record, plan, records.standing, report, reopened=records.reopened, full=full).run()
+    if not parity and not codec_report:
         return report
     if not report.is_ok:
-        log.warning("parity is not computed on a run with problems")
+        log.warning("parity and codecs are not looked at on a run with problems")
         return report
     run = open_run(url, storage_options)
+    if codec_report:
+        report.codecs = measure_codecs(run, model_path=model_path)
+    if not parity:
+        return report
     report.parity = check_parity(run, parity, model_path=model_path, tolerance=tolerance)
     for site in report.parity:
         report.count("parity", site.num_prompts)

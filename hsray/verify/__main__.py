@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("url", help="the output.url of the run")
     parser.add_argument("--full", action="store_true", help="read every byte: hashes, and that values are finite")
     parser.add_argument("--parity", type=int, default=0, metavar="N", help="recompute N prompts with transformers")
-    parser.add_argument("--model", metavar="PATH", help="model directory for --parity (default: the run's)")
+    parser.add_argument("--codec-report", action="store_true", help="measure what each codec loses on these states")
+    parser.add_argument("--model", metavar="PATH", help="model for --parity and --codec-report (default: the run's)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="relative error that --parity allows")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--storage-option", action="append", default=[], metavar="NAME=VALUE")
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parity=args.parity,
             model_path=args.model,
             tolerance=args.tolerance,
+            codec_report=args.codec_report,
         )
     except HsrayError as err:
         print(f"{type(err).__name__}: {err}", file=sys.stderr)  # noqa: T201

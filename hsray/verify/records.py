@@ -15,8 +15,9 @@ from hsray.errors import HsrayError, StoreError
 from hsray.index import index_table, read_index
 from hsray.ledger import Ledger
 from hsray.plan import Plan, load_plan
-from hsray.records import JsonDict, Lease, Resolution, ResolutionKind
+from hsray.records import JsonDict, Lease, Reopened, Resolution, ResolutionKind
 from hsray.schema import FORMAT_VERSION, INDEX_KEY, ITEMSIZE, LEASES_PREFIX, RUN_KEY, SUCCESS_KEY
+from hsray.site_storage import recorded_storage, stored_selections
 from hsray.store import Store
 from hsray.verify.report import Report
 
@@ -39,6 +40,11 @@ def read_record(store: Store, report: Report) -> JsonDict | None:
         return None
     except (KeyError, TypeError, ValueError) as err:
         report.add("record", f"cannot be understood: {err!r}", key=RUN_KEY)
+        return None
+    try:
+        recorded_storage(record["sites"], store.url)
+    except HsrayError as err:
+        report.add("record", str(err), key=RUN_KEY)
         return None
     return record
 
@@ -80,7 +86,8 @@ def read_plan(store: Store, record: JsonDict, report: Report) -> Plan | None:
 class RecordAudit:
     """Follows the lease tree from the plan's roots.
 
-    After `run`, `standing` holds for each root lease the resolutions that count, in the order of the tree.
+    After `run`, `standing` holds for each root lease the resolutions that count, in the order of the tree, and
+    `reopened` the rows whose outcome by these does not.
     """
 
     def __init__(self, store: Store, record: JsonDict, plan: Plan, report: Report) -> None:
@@ -88,8 +95,10 @@ class RecordAudit:
         self.plan = plan
         self.report = report
         self.sites = [site["name"] for site in record["sites"]]
+        self.selections = stored_selections(recorded_storage(record["sites"], store.url))
         self.run_id: str = record["run_id"]
         self.standing: dict[str, list[Resolution]] = {}
+        self.reopened = Reopened()
 
     def run(self) -> None:
         committed, dead, open_rows = self._walk(self._read_resolutions())
@@ -125,7 +134,7 @@ class RecordAudit:
 
     def _walk(self, resolutions: Mapping[str, Resolution]) -> tuple[int, int, int]:
         """Follow the lease tree. Returns the numbers of committed, dead and open rows."""
-        reopened = Ledger(self.store, self.run_id).reopened()
+        self.reopened = Ledger(self.store, self.run_id).reopened()
         outcome: dict[int, str] = {}
         numbers: Counter[str] = Counter()
         reached: set[str] = set()
@@ -138,9 +147,8 @@ class RecordAudit:
                 continue
             reached.add(lease.lease_id)
             self.standing.setdefault(lease.root_id, []).append(resolution)
-            self._check_claims(lease, resolution, reopened.of(lease.lease_id), outcome, numbers)
-            if (retried := reopened.child(lease)) is not None:
-                leases.append(retried)
+            self._check_claims(lease, resolution, self.reopened.of(lease.lease_id), outcome, numbers)
+            leases += reversed(self.reopened.children(lease))
             try:
                 leases += reversed(resolution.children(lease))
             except ValueError as err:
@@ -158,7 +166,8 @@ class RecordAudit:
         numbers: Counter[str],
     ) -> None:
         claims = [(row, "committed", f"shard {shard.key}") for shard in resolution.shards for row in shard.rows]
-        claims += [(dead.row, "dead", "its list of dead prompts") for dead in resolution.dead if dead.row not in again]
+        claims += [(dead.row, "dead", "its list of dead prompts") for dead in resolution.dead]
+        claims = [claim for claim in claims if claim[0] not in again]
         for row, kind, where in claims:
             if row in outcome:
                 self._resolution_problem(lease, f"{kind} by {where}, but it has an outcome in {outcome[row]}", row)
@@ -194,12 +203,14 @@ class RecordAudit:
 
     def _check_index(self) -> None:
         try:
-            expected = index_table((s for rs in self.standing.values() for r in rs for s in r.shards), self.sites)
+            counting = (r.without(self.reopened.of(r.lease_id)) for rs in self.standing.values() for r in rs)
+            shards = (shard for resolution in counting for shard in resolution.shards)
+            expected = index_table(shards, self.sites, self.selections)
         except HsrayError as err:
             self.report.add("index", f"cannot be rebuilt from the resolutions: {err}", key=INDEX_KEY)
             return
         try:
-            stored = read_index(self.store, self.sites)
+            stored = read_index(self.store, self.sites, self.selections)
         except FileNotFoundError:
             self.report.add("index", "is missing", key=INDEX_KEY)
             return

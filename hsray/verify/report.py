@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 
 from hsray.errors import ExitCode
 from hsray.records import JsonDict
+from hsray.schema import DATA_PREFIX
+from hsray.verify.codec_report import CodecError, describe_codecs
 from hsray.verify.parity import SiteParity
 
 # More problems of one kind are counted, not kept.
@@ -26,6 +28,10 @@ CHECKS = {
     "values": "all values are finite",
     "parity": "prompts recomputed with transformers agree",
 }
+
+
+# What these find is wrong with a row of a shard, or with all of it.
+_OF_SHARDS = frozenset({"shards", "layout", "contents", "hashes", "values"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class Report:
         counts: the run's figures: rows, committed, rejected, dead, open, shards, bytes, and objects in `data/`
             that no resolution names (left by interrupted attempts; not a problem).
         parity: one line per site, if it was asked for.
+        codecs: what each codec loses on each site, if it was asked for.
+        damage: by shard, the rows of it that are not what was written; None stands for all of them.
     """
 
     url: str
@@ -65,6 +73,8 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     parity: list[SiteParity] = field(default_factory=list)
+    codecs: list[CodecError] = field(default_factory=list)
+    damage: dict[str, set[int] | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -84,6 +94,12 @@ class Report:
     ) -> None:
         with self._lock:
             self.found[check] += 1
+            if check in _OF_SHARDS and key is not None and key.startswith(DATA_PREFIX):
+                rows = self.damage.setdefault(key, set())
+                if row is None:
+                    self.damage[key] = None
+                elif rows is not None:
+                    rows.add(row)
             if self.found[check] <= _MAX_KEPT:
                 self.problems.append(Problem(check, message, key, row, prompt_id))
 
@@ -96,6 +112,7 @@ class Report:
             "problems": [asdict(problem) for problem in self.problems],
             "counts": self.counts,
             "parity": [asdict(site) for site in self.parity],
+            "codecs": [asdict(error) for error in self.codecs],
         }
 
     def __str__(self) -> str:
@@ -106,9 +123,11 @@ class Report:
                 lines.append(f"  {check:<12} {self.checked[check]:>10,}  {verdict:<12} {meaning}")
         lines.append("  " + ", ".join(f"{name} {number:,}" for name, number in self.counts.items()))
         lines += [f"  {site}" for site in self.parity]
+        lines += [f"  {line}" for line in describe_codecs(self.codecs)]
         lines += [f"PROBLEM {problem}" for problem in self.problems]
         unkept = self.found.total() - len(self.problems)
         if unkept:
             lines.append(f"and {unkept:,} more")
-        lines.append("ok" if self.is_ok else f"{self.found.total():,} problems")
+        total = self.found.total()
+        lines.append("ok" if self.is_ok else f"{total:,} problem{'s' if total > 1 else ''}")
         return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Do the shards hold what the records say? Sizes, footers, tokens; every byte if asked."""
 
 import itertools
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hsray.codecs import EncodingError, decode_bits, find_codec
 from hsray.errors import HsrayError, StoreError
 from hsray.plan import Plan, read_lease_prompts
 from hsray.ranges import ObjectFile, Range, RangeReader
-from hsray.records import IndexEntry, JsonDict, Lease, Prompt, Resolution, ShardRecord
+from hsray.records import Extent, IndexEntry, JsonDict, Lease, Prompt, Reopened, Resolution, ShardRecord
 from hsray.schema import (
     DATA_PREFIX,
     FORMAT_VERSION,
@@ -23,9 +25,12 @@ from hsray.schema import (
     TOKEN_COLUMNS,
     segment_tokens,
     shard_schema,
+    token_columns,
 )
 from hsray.shard import ObjectDigest, column_extents, hex_digest, payload_digest
+from hsray.site_storage import positions_column, recorded_storage, stored_selections
 from hsray.store import Store
+from hsray.token_selection import select_positions
 from hsray.verify.report import Report
 
 log = logging.getLogger(__name__)
@@ -50,6 +55,7 @@ class ShardAudit:
 
     Args:
         standing: for each root lease, the resolutions that count.
+        reopened: rows that do not count where these have them: they were damaged, and are stored anew.
         full: read every byte: hashes, and that values are finite.
     """
 
@@ -62,6 +68,7 @@ class ShardAudit:
         standing: Mapping[str, list[Resolution]],
         report: Report,
         *,
+        reopened: Reopened,
         full: bool,
     ) -> None:
         self.store = store
@@ -70,17 +77,22 @@ class ShardAudit:
         self.plan = plan
         self.standing = standing
         self.report = report
+        self.reopened = reopened
         self.full = full
         self.sites = [site["name"] for site in record["sites"]]
+        self.storage = recorded_storage(record["sites"], store.url)
+        self.selections = stored_selections(self.storage)
+        self.token_columns = token_columns(self.selections)
         self.dtype: str = record["dtype"]
         self.hidden_size: int = record["model"]["hidden_size"]
-        self.token_bytes = self.hidden_size * ITEMSIZE[self.dtype]
+        self.token_bytes: int = self.hidden_size * ITEMSIZE[self.dtype]
         self.segment_tokens = segment_tokens(len(self.sites), self.hidden_size, self.dtype)
         self.objects: dict[str, int] = {}
 
     def run(self) -> None:
         self.objects = {info.key: info.nbytes for info in self.store.list(DATA_PREFIX)}
-        named = [s for resolutions in self.standing.values() for r in resolutions for s in r.shards]
+        counting = [r.without(self.reopened.of(r.lease_id)) for rs in self.standing.values() for r in rs]
+        named = [shard for resolution in counting for shard in resolution.shards]
         unreferenced = self.objects.keys() - {shard.key for shard in named}
         self.report.counts |= {
             "shards": len(named),
@@ -112,10 +124,14 @@ class ShardAudit:
                     key = f"{LEASES_PREFIX}{resolution.lease_id}.json"
                     name = prompts[dead.row].prompt_id
                     self.report.add("contents", f"dead as {dead.prompt_id!r}", key=key, row=dead.row, prompt_id=name)
-            for shard in resolution.shards:
-                self._check_shard(shard, prompts)
+            again = self.reopened.of(resolution.lease_id)
+            for whole in resolution.shards:
+                counting = whole.without(again)
+                if counting.entries:
+                    self._check_shard(counting, whole, prompts)
 
-    def _check_shard(self, shard: ShardRecord, prompts: Mapping[int, Prompt]) -> None:
+    def _check_shard(self, shard: ShardRecord, whole: ShardRecord, prompts: Mapping[int, Prompt]) -> None:
+        """`shard` has only the entries that count, `whole` all that were written."""
         self.report.count("shards")
         held = f"it holds rows {', '.join(map(str, shard.rows[:8]))}{', ...' if len(shard.rows) > 8 else ''}"
         if shard.key not in self.objects:
@@ -127,9 +143,9 @@ class ShardAudit:
             return
         for row in shard.rows:
             self._check_segments(shard, row, prompts)
-        self._check_file(shard, prompts)
+        self._check_file(shard, whole, prompts)
         if self.full:
-            self._check_bytes(shard)
+            self._check_bytes(shard, whole)
 
     def _check_segments(self, shard: ShardRecord, row: int, prompts: Mapping[int, Prompt]) -> None:
         """The recorded segments of a row are those that its prompt has."""
@@ -151,21 +167,21 @@ class ShardAudit:
             message = f"recorded as (segment, of, start, tokens, length, id) {recorded}, planned as {expected}"
             self.report.add("contents", message, key=shard.key, row=row, prompt_id=prompt.prompt_id)
 
-    def _check_file(self, shard: ShardRecord, prompts: Mapping[int, Prompt]) -> None:
+    def _check_file(self, shard: ShardRecord, whole: ShardRecord, prompts: Mapping[int, Prompt]) -> None:
         """Footer and token columns of a shard agree with its record and with the plan."""
         try:
             source = ObjectFile(self.store, shard.key, shard.nbytes)
             file = pq.ParquetFile(pa.PythonFile(source, mode="r"), page_checksum_verification=True, pre_buffer=True)
             self._check_footer(shard, file)
-            table = file.read(columns=[*_SCALAR_COLUMNS, *TOKEN_COLUMNS], use_threads=False).combine_chunks()
+            table = file.read(columns=[*_SCALAR_COLUMNS, *self.token_columns], use_threads=False).combine_chunks()
         except (pa.ArrowException, OSError, KeyError) as err:
             self.report.add("layout", f"cannot be read as Parquet: {err}", key=shard.key)
             return
-        if table.num_rows != len(shard.entries):
-            self.report.add("contents", f"{table.num_rows} rows, not the {len(shard.entries)} recorded", key=shard.key)
+        if table.num_rows != len(whole.entries):
+            self.report.add("contents", f"{table.num_rows} rows, not the {len(whole.entries)} recorded", key=shard.key)
             return
         fixed = {name: table[name].to_pylist() for name in _SCALAR_COLUMNS}
-        tokens = {name: _lists(table[name]) for name in TOKEN_COLUMNS}
+        tokens = {name: _lists(table[name]) for name in self.token_columns}
         for entry in shard.entries:
             self.report.count("contents")
             at = entry.row_group
@@ -174,11 +190,18 @@ class ShardAudit:
                     message = f"{name} is {fixed[name][at]!r}, recorded as {getattr(entry, name)!r}"
                     self._content_problem(shard, entry, message)
             if entry.row in prompts:
-                planned = prompts[entry.row]
-                stop = entry.token_start + entry.num_tokens
-                for name, values in (("input_ids", planned.input_ids), ("loss_mask", planned.loss_mask)):
-                    if not np.array_equal(tokens[name][at], values[entry.token_start : stop]):
+                for name, values in self._planned_tokens(prompts[entry.row], entry):
+                    if not np.array_equal(tokens[name][at], values):
                         self._content_problem(shard, entry, f"{name} are not those of the plan")
+
+    def _planned_tokens(self, prompt: Prompt, entry: IndexEntry) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """What the token columns of a segment should hold."""
+        start, stop = entry.token_start, entry.token_start + entry.num_tokens
+        yield "input_ids", prompt.input_ids[start:stop]
+        yield "loss_mask", prompt.loss_mask[start:stop]
+        for selection in self.selections:
+            positions = select_positions(selection, prompt.loss_mask)
+            yield positions_column(selection), positions[(positions >= start) & (positions < stop)]
 
     def _content_problem(self, shard: ShardRecord, entry: IndexEntry, message: str) -> None:
         self.report.add("contents", message, key=shard.key, row=entry.row, prompt_id=entry.prompt_id)
@@ -186,7 +209,7 @@ class ShardAudit:
     def _check_footer(self, shard: ShardRecord, file: pq.ParquetFile) -> None:
         self.report.count("layout")
         footer = file.metadata
-        if not file.schema_arrow.equals(shard_schema(self.sites)):
+        if not file.schema_arrow.equals(shard_schema(self.sites, selections=self.selections)):
             self.report.add("layout", f"columns are {file.schema_arrow.names}", key=shard.key)
             return
         stored = {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
@@ -200,6 +223,7 @@ class ShardAudit:
         for name, value in expected.items():
             if stored.get(name) != value:
                 self.report.add("layout", f"{name} is {stored.get(name)!r}, the run's is {value!r}", key=shard.key)
+        self._check_site_metadata(shard, stored.get("hsray.sites", ""))
         for entry in shard.entries:
             recorded = {column: (extent.offset, extent.nbytes) for column, extent in entry.extents.items()}
             try:
@@ -216,14 +240,53 @@ class ShardAudit:
                     prompt_id=entry.prompt_id,
                 )
 
-    def _extents(self, footer: pq.FileMetaData, entry: IndexEntry) -> dict[str, tuple[int, int]]:
-        nbytes = dict.fromkeys(self.sites, entry.num_tokens * self.token_bytes)
-        return column_extents(footer, entry.row_group, entry.num_tokens, nbytes)
+    def _check_site_metadata(self, shard: ShardRecord, said: str) -> None:
+        """The shard says of its sites what `hsray.json` says: which, and how they are stored."""
+        try:
+            found = [(s["name"], s.get("codec", "none"), s.get("tokens", "all")) for s in json.loads(said)]
+        except (ValueError, KeyError, TypeError, AttributeError) as err:
+            self.report.add("layout", f"hsray.sites cannot be understood: {err!r}", key=shard.key)
+            return
+        expected = [(site, self.storage[site].codec, self.storage[site].tokens) for site in self.sites]
+        if found != expected:
+            message = f"hsray.sites has (name, codec, tokens) {found}, the run has {expected}"
+            self.report.add("layout", message, key=shard.key)
 
-    def _check_bytes(self, shard: ShardRecord) -> None:
-        """Every byte of a shard, in order: its hash, those of its payloads, and that values are finite."""
+    def _extents(self, footer: pq.FileMetaData, entry: IndexEntry) -> dict[str, tuple[int, int]]:
+        """By the footer. How many positions there are is as recorded; whether they are the plan's is in `contents`."""
+        missing = [name for name in (*self.token_columns, *self.sites) if name not in entry.extents]
+        if missing:
+            raise ValueError(f"its record has no extent of {', '.join(missing)}")
+        positions = {name: entry.extents[name].nbytes // 4 for name in self.token_columns[len(TOKEN_COLUMNS) :]}
+        nbytes = {site: self._payload_bytes(entry, site) for site in self.sites}
+        return column_extents(footer, entry.row_group, entry.num_tokens, nbytes, positions)
+
+    def _rows(self, entry: IndexEntry, site: str) -> int:
+        tokens = self.storage[site].tokens
+        return entry.num_tokens if tokens == "all" else entry.extents[positions_column(tokens)].nbytes // 4
+
+    def _payload_bytes(self, entry: IndexEntry, site: str) -> int:
+        """What a payload takes: of a codec whose size depends on the values, what is recorded. Raises ValueError."""
+        rows, recorded = self._rows(entry, site), entry.extents[site].nbytes
+        codec = find_codec(self.storage[site].codec)
+        if codec is None or rows == 0:
+            return rows * self.token_bytes
+        least, most = codec.size_limits(rows, self.hidden_size)
+        if not least <= recorded <= most:
+            raise ValueError(
+                f"{site}: {recorded} bytes recorded, where {codec.name} of {rows} rows has {least} to {most}"
+            )
+        return recorded
+
+    def _check_bytes(self, shard: ShardRecord, written: ShardRecord) -> None:
+        """Every byte of a shard, in order: its hash, those of its payloads, and that values are finite.
+
+        Payloads enter the hash of the whole by what was recorded of them: a damaged one is a problem of its row alone,
+        and one that no longer counts is none.
+        """
         whole = ObjectDigest()
-        for start, stop, entries in _regions(shard):
+        rows = set(shard.rows)
+        for start, stop, entries in _regions(written):
             data = self.ranges.read([[Range(shard.key, start, stop - start)]])[0]
             done = 0
             payloads = [(entry.extents[site], entry, site) for entry in entries for site in self.sites]
@@ -231,20 +294,29 @@ class ShardAudit:
                 first = extent.offset - start
                 payload = data[first : first + extent.nbytes]
                 whole.update(data[done:first].data)
-                whole.update_payload(self._check_payload(shard, entry, site, payload))
+                if entry.row in rows:
+                    self._check_payload(shard, entry, site, payload)
+                whole.update_payload(_recorded_digest(extent))
                 done = first + extent.nbytes
             whole.update(data[done:].data)
         self.report.count("hashes")
         if whole.hexdigest() != shard.tree_xxh3:
-            self.report.add("hashes", "the object does not hash to what was recorded", key=shard.key)
+            message = "the object does not hash to what was recorded, apart from payloads"
+            self.report.add("hashes", message, key=shard.key)
 
-    def _check_payload(self, shard: ShardRecord, entry: IndexEntry, site: str, payload: npt.NDArray[np.uint8]) -> int:
-        """Returns the digest of what is there."""
+    def _check_payload(self, shard: ShardRecord, entry: IndexEntry, site: str, payload: npt.NDArray[np.uint8]) -> None:
         self.report.count("hashes")
-        digest = payload_digest(payload.data)
-        if hex_digest(digest) != entry.extents[site].xxh3:
+        if hex_digest(payload_digest(payload.data)) != entry.extents[site].xxh3:
             message = f"{site} of segment {entry.segment} does not hash to what was recorded"
             self.report.add("hashes", message, key=shard.key, row=entry.row, prompt_id=entry.prompt_id)
+            if self.storage[site].codec != "none":
+                return  # nothing can be said of its values
+        try:
+            payload = self._decoded(entry, site, payload)
+        except EncodingError as err:
+            message = f"{site} of segment {entry.segment} cannot be decoded: {err}"
+            self.report.add("values", message, key=shard.key, row=entry.row, prompt_id=entry.prompt_id)
+            return
         self.report.count("values", payload.nbytes // ITEMSIZE[self.dtype])
         unsigned, exponent = _EXPONENTS[self.dtype]
         bad = first = 0
@@ -255,9 +327,25 @@ class ShardAudit:
                 first = (start + int(flagged[0]) * ITEMSIZE[self.dtype]) // self.token_bytes
             bad += len(flagged)
         if bad:
-            message = f"{bad} values of {site} are NaN or infinite, the first at token {entry.token_start + first}"
+            where = f"token {entry.token_start + first}"
+            if self.storage[site].tokens != "all":
+                where = f"row {first} of {positions_column(self.storage[site].tokens)} in segment {entry.segment}"
+            message = f"{bad} values of {site} are NaN or infinite, the first at {where}"
             self.report.add("values", message, key=shard.key, row=entry.row, prompt_id=entry.prompt_id)
-        return digest
+
+    def _decoded(self, entry: IndexEntry, site: str, payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """The bytes of its values. Raises EncodingError."""
+        codec, rows = self.storage[site].codec, self._rows(entry, site)
+        if codec == "none" or (rows == 0 and not len(payload)):
+            return payload
+        return decode_bits(codec, payload.data, rows, self.hidden_size).reshape(-1).view(np.uint8)
+
+
+def _recorded_digest(extent: Extent) -> int:
+    try:
+        return int(extent.xxh3, 16)
+    except ValueError:
+        return 0  # no digest; the payload's own check reports it
 
 
 def _regions(shard: ShardRecord) -> Iterator[tuple[int, int, list[IndexEntry]]]:

@@ -35,7 +35,7 @@ def assert_complete(run: Run) -> None:
 def test_a_killed_replica_is_replaced_and_its_prompts_go_back(run: Run) -> None:
     driver = run.start()
     run.wait_for_resolutions(2)
-    victims = run.processes("ray::ReplicaActor")
+    victims = run.processes("ReplicaActor")
     assert len(victims) == 2, run.log()
 
     kill(victims[0])

@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,39 @@ from hsray.verify import verify_run
 from tests.runs import Run, ended, make_run, random_rows
 
 PROMPTS = 30
+IS_CGROUP_2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+CGROUPS = Path("/sys/fs/cgroup") if IS_CGROUP_2 else Path("/sys/fs/cgroup/memory")
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with ended(make_run(tmp_path, random_rows(PROMPTS))) as it:
         yield it
+
+
+def may_mount(prefix: list[str]) -> None:
+    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"cannot mount a tmpfs: {tried.stderr.strip()}")
+
+
+def make_memory_group() -> Path:
+    """A cgroup with no limit yet. Making one needs root and a writable hierarchy: without, the test is skipped."""
+    group = CGROUPS / f"hsray-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError as err:
+        pytest.skip(f"cannot make a memory cgroup: {err}")
+    if not (group / ("memory.max" if IS_CGROUP_2 else "memory.limit_in_bytes")).exists():
+        group.rmdir()
+        pytest.skip("this cgroup hierarchy has no memory controller")
+    return group
+
+
+def remove_memory_group(group: Path) -> None:
+    for pid in (group / "cgroup.procs").read_text().split():  # only after a failure
+        (group.parent / "cgroup.procs").write_text(pid)
+    group.rmdir()
 
 
 def assert_whole(run: Run) -> None:
@@ -34,6 +62,35 @@ def test_a_small_shared_memory_is_used_as_far_as_it_goes(run: Run, small_tmpfs: 
 
     assert_whole(run)
     assert list(small_tmpfs.iterdir()) == []
+
+
+def test_a_container_with_the_default_shared_memory_is_enough(run: Run) -> None:
+    """64 MB of /dev/shm for everything on the node: Ray, SGLang and two arenas."""
+    run.prefix = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+    may_mount(run.prefix)
+
+    assert run.finish("spool.path=/dev/shm/hsray", "spool.bytes=auto") == ExitCode.COMPLETE, run.log()
+
+    assert_whole(run)
+
+
+def test_a_replica_that_the_kernel_kills_for_its_memory_costs_nothing(run: Run) -> None:
+    group = make_memory_group()
+    try:
+        driver = run.start("cluster.replicas=1", "engine.args.seconds_per_token=0.01")
+        run.wait_for_resolutions(1)
+        (victim,) = run.processes("ReplicaActor")
+
+        # As a cgroup that turns out to be too small: the kernel ends who asks for the next page.
+        (group / "cgroup.procs").write_text(str(victim))
+        (group / ("memory.max" if IS_CGROUP_2 else "memory.limit_in_bytes")).write_text(str(4096))
+
+        assert driver.wait(240) == ExitCode.COMPLETE, run.log()
+    finally:
+        remove_memory_group(group)
+    assert run.log().count("starting replica") == 2
+    assert_whole(run)
+    run.assert_nothing_left()
 
 
 def test_an_arena_that_does_not_fit_is_refused_by_key_before_any_prompt(run: Run, small_tmpfs: Path) -> None:

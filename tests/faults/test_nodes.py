@@ -39,7 +39,7 @@ def run(tmp_path: Path, cluster: FakeNodes) -> Iterator[Run]:
 
 def replicas() -> list[int]:
     """Pids of the replicas of the test's cluster: Ray's nodes are this process's children."""
-    return [pid for pid in parents() if "ray::ReplicaActor" in command_line(pid)]
+    return [pid for pid in parents() if "ReplicaActor" in command_line(pid)]
 
 
 def assert_complete(run: Run) -> None:

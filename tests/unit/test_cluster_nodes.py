@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from ray._private.state import GlobalState
 
-from hsray.cluster.nodes import node_of, slots_of
+from hsray.cluster.nodes import place_name, slots_of
 from hsray.config import ClusterConfig
 
 
@@ -31,8 +31,12 @@ def test_a_node_has_as_many_places_as_replicas_fit(config: dict[str, Any], gpus:
     assert slots_of(node(), ClusterConfig(**config), gpus) == slots
 
 
-def test_a_place_names_its_node_unless_it_is_free_to_choose() -> None:
-    assert (node_of("abc/0"), node_of("r0")) == ("abc", None)
+def test_a_place_is_called_by_host_and_node() -> None:
+    first = node(NodeManagerHostname="gpu-07", NodeID="5f2a90c1" + "0" * 48)
+    again = node(NodeManagerHostname="gpu-07", NodeID="7777aaaa" + "0" * 48)
+
+    assert place_name(first, 3) == "gpu-07-5f2a90c1/3"
+    assert place_name(first, 3) != place_name(again, 3)
 
 
 def test_this_ray_tells_which_nodes_are_going_away() -> None:

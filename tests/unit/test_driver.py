@@ -1,5 +1,6 @@
 """The driver's loop never waits for the store: signals and everything else are heard while it is away."""
 
+import math
 import queue
 import threading
 from pathlib import Path
@@ -10,12 +11,13 @@ import pytest
 
 from hsray.cluster import RunFailed, Totals
 from hsray.config import BudgetConfig, make_config
-from hsray.driver import Driver, _tries_so_far, open_scheduler
+from hsray.driver import Driver, open_scheduler, stop_patience, tries_so_far
 from hsray.errors import StoreUnusable
 from hsray.events import PlaceFound, ReplicaReady, StopRequested
 from hsray.ledger import Ledger
 from hsray.plan import load_plan
 from hsray.records import Lease, ResolutionSummary
+from hsray.status.recorder import StatusRecorder
 from hsray.store import Store, open_store
 from tests.small_run import build_small_run
 
@@ -84,7 +86,7 @@ def driver(tmp_path: Path) -> Driver:
     )
     job: Any = SimpleNamespace(config=config, store=store, ledger=ledger, plan=plan)
     cluster: Any = FakeCluster()
-    return Driver(job, scheduler, cluster, queue.SimpleQueue())
+    return Driver(job, scheduler, cluster, queue.SimpleQueue(), StatusRecorder(plain, run.record["run_id"]))
 
 
 def test_a_stop_is_heard_while_a_ready_replica_waits_for_the_store(driver: Driver) -> None:
@@ -102,6 +104,45 @@ def test_a_stop_is_heard_while_a_ready_replica_waits_for_the_store(driver: Drive
     assert finished.reason == "stopped"
     assert not store.go_on.is_set()
     store.go_on.set()
+
+
+def test_a_stop_waits_for_leases_only_as_long_as_the_job_server_does(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(driver.job.store.url)
+    job: Any = driver.job
+    job.store, job.ledger = store, Ledger(store, driver.job.ledger._run_id)
+    monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", "1")
+    driver.events.put(PlaceFound("n1/0"))
+    driver.events.put(ReplicaReady("n1/0#1"))
+    cluster: Any = driver.cluster
+    start_lease = cluster.start_lease
+
+    def start_and_stop(*arguments: Any) -> None:
+        start_lease(*arguments)
+        driver.events.put(StopRequested())
+
+    cluster.start_lease = start_and_stop  # it never says that the lease is done
+    finished = driver.drive()
+
+    assert (finished.reason, finished.detail) == ("stopped", "stop requested; what the engines still held is left")
+    assert cluster.started
+    # As it stands if the job server kills the driver before it can say more.
+    assert store.get_json("last_exit.json")["exit_code"] == 75
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [
+        ({}, math.inf),
+        ({"RAY_JOB_STOP_WAIT_TIME_S": "60"}, 35),
+        ({"RAY_JOB_STOP_WAIT_TIME_S": "10"}, 5),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, 1.5),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "RAY_JOB_STOP_WAIT_TIME_S": "600"}, 575),
+    ],
+)
+def test_a_driver_leaves_before_the_job_server_kills_it(environment: dict[str, str], seconds: float) -> None:
+    assert stop_patience(environment) == seconds
 
 
 def test_the_run_remembers_what_the_self_test_could_not_check(driver: Driver) -> None:
@@ -124,7 +165,7 @@ def test_tries_follow_a_prompt_down_the_tree_but_not_into_a_new_generation() -> 
     }
 
     def tries(lease_id: str) -> dict[int, int]:
-        return _tries_so_far([Lease(lease_id, (4, 5), (9, 9))], found)
+        return tries_so_far([Lease(lease_id, (4, 5), (9, 9))], found)
 
     assert tries("000002") == {}
     assert tries("000001.r") == {4: 1, 5: 2}

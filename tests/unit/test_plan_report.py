@@ -14,7 +14,8 @@ from hsray.estimate import Costs, Estimate, LeaseLimits, LeasePacker, survey, to
 from hsray.plan import build_plan, main
 from hsray.plan_report import show_report, write_rejects
 from hsray.prompts import Tally
-from hsray.records import Prompt, Reject
+from hsray.records import JsonDict, Prompt, Reject
+from hsray.site_storage import PLAIN, SiteStorage, Storage, TokenSelection
 from hsray.store import open_store
 from tests.tiny_tokenizers import make_tokenizer
 
@@ -31,10 +32,16 @@ def reject(row: int, reason: str = "empty") -> Reject:
     return Reject(row, None, "in.jsonl", row + 1, reason, f"detail {row}", "{}")
 
 
-def surveyed(items: list[Prompt | Reject]) -> Estimate:
-    estimate = Estimate()
+def surveyed(items: list[Prompt | Reject], selections: tuple[TokenSelection, ...] = ()) -> Estimate:
+    estimate = Estimate(selections)
     assert list(survey(items, LIMITS, estimate)) == items
     return estimate
+
+
+def figures_of(
+    estimate: Estimate, tally: Tally, storage: Storage, costs: Costs, *, dtype: str = "bfloat16"
+) -> JsonDict:
+    return to_json(estimate, tally, storage, hidden_size=64, dtype=dtype, limits=LIMITS, costs=costs)
 
 
 def test_lengths_are_counted_exactly() -> None:
@@ -76,16 +83,43 @@ def test_figures_follow_from_tokens_sites_and_what_was_asked() -> None:
     estimate = surveyed([prompt(0, 100, 60), reject(1), reject(2, "too_long"), reject(3)])
     tally = Tally()
 
-    figures = to_json(estimate, tally, ["a", "b"], LIMITS, "none", Costs(4, 5.0, 2e6))
+    figures = figures_of(estimate, tally, {"a": PLAIN, "b": PLAIN}, Costs(4, 5.0, 2e6), dtype="float32")
 
     assert figures["tokens"] == 100
     assert figures["masked_tokens"] == 60
     assert figures["rejects"] == {"empty": 2, "too_long": 1}
-    assert figures["bytes_per_site"] == {"a": {"none": 500}, "b": {"none": 500}}
-    assert figures["bytes"] == 1000
+    # 100 tokens of 64 values of 4 bytes.
+    assert figures["bytes_per_site"] == {"a": {"none": 25_600}, "b": {"none": 25_600}}
+    assert figures["bytes"] == 51_200
     assert figures["hours"] == pytest.approx(100 / 20 / 3600)
-    assert figures["usd_per_month"] == pytest.approx(2.0)
-    assert to_json(estimate, tally, ["a"], LIMITS, "none", Costs(1, None, 0))["hours"] is None
+    assert figures["usd_per_month"] == pytest.approx(102.4)
+    assert figures_of(estimate, tally, {"a": PLAIN}, Costs(1, None, 0))["hours"] is None
+
+
+def test_bytes_are_those_of_the_chosen_codecs_and_tokens() -> None:
+    estimate = surveyed([prompt(0, 100, 60), prompt(1, 50)], ("loss",))
+    storage = {
+        "a": SiteStorage("bf16-hl-zstd"),
+        "b": SiteStorage("fp8-token", "loss"),
+        "c": SiteStorage("int8-block64-outlier4"),
+    }
+
+    figures = figures_of(estimate, Tally(), storage, Costs(1, None, 0))
+
+    # The 60 at the end of the first, and their neighbour.
+    assert figures["storage"]["b"] == {"codec": "fp8-token", "tokens": "loss", "stored_tokens": 61}
+    assert figures["bytes_per_site"] == {
+        "a": {"none": 19_200, "bf16-hl-zstd": 13_056, "fp8-token": 10_200, "int8-block64-outlier4": 12_300},
+        "b": {"none": 7_808, "bf16-hl-zstd": 5_309, "fp8-token": 4_148, "int8-block64-outlier4": 5_002},
+        "c": {"none": 19_200, "bf16-hl-zstd": 13_056, "fp8-token": 10_200, "int8-block64-outlier4": 12_300},
+    }
+    assert figures["bytes"] == 13_056 + 4_148 + 12_300
+
+
+def test_the_report_says_how_each_site_is_stored() -> None:
+    text = report(surveyed([prompt(0, 100, 60)], ("loss",)), SiteStorage("fp8-token", "loss"))
+
+    assert "resid_pre_1: 61 tokens (loss), 4.1 kB as fp8-token (with none 7.8 kB, bf16-hl-zstd 5.3 kB" in text
 
 
 def test_examples_are_the_first_ones_and_no_more_than_three() -> None:
@@ -98,9 +132,9 @@ def test_examples_are_the_first_ones_and_no_more_than_three() -> None:
     assert [p.row for p in estimate.mask_examples] == [7, 8, 9]
 
 
-def report(estimate: Estimate, *, terminal: bool = False) -> str:
+def report(estimate: Estimate, storage: SiteStorage = PLAIN, *, terminal: bool = False) -> str:
     out = io.StringIO()
-    figures = to_json(estimate, Tally(), ["resid_pre_1"], LIMITS, "none", Costs(2, None, 0))
+    figures = figures_of(estimate, Tally(), {"resid_pre_1": storage}, Costs(2, None, 0))
     console = Console(file=out, force_terminal=terminal, width=60)
     show_report(console, figures, estimate, Tally(), lambda ids: "".join(chr(97 + i) for i in ids) + "[b]")
     return out.getvalue()

@@ -1,10 +1,13 @@
 import io
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from hsray.cluster import Totals
 from hsray.events import Progress
+from hsray.log import ON_SCREEN
 from hsray.progress import ProgressDisplay, RateMeter, Snapshot, describe, format_bytes, format_seconds
 
 STATE = Progress(
@@ -64,17 +67,44 @@ def test_rates_forget_what_is_older_than_a_minute() -> None:
     assert tokens == 0.0
 
 
-def test_a_log_gets_lines_without_control_codes() -> None:
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """What is logged as progress."""
+    kept: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = kept.append  # type: ignore[method-assign]
+    logger = logging.getLogger("hsray.progress")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield kept
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+def test_a_log_gets_lines_without_control_codes(records: list[logging.LogRecord]) -> None:
     stream = io.StringIO()
     with ProgressDisplay(10, 0, interval_seconds=0.0, stream=stream) as display:
         for _ in range(3):
             display.update(Snapshot(STATE, Totals(), 1200))
 
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 3
-    assert all(" progress  " in line for line in lines)
-    assert "\x1b" not in stream.getvalue()
-    assert "\r" not in stream.getvalue()
+    assert stream.getvalue() == ""
+    assert len(records) == 3
+    for record in records:
+        assert record.getMessage().startswith("progress  412/1200 leases")
+        assert getattr(record, ON_SCREEN)
+        assert record.__dict__["hsray_fields"]["prompts_committed"] == 3_430
+        assert record.__dict__["hsray_fields"]["leases_total"] == 1200
+
+
+def test_a_terminal_gets_a_bar_and_the_line_goes_to_the_file(records: list[logging.LogRecord]) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    with ProgressDisplay(10_000, 0, interval_seconds=0.0, stream=stream) as display:
+        display.update(Snapshot(STATE, Totals(), 1200))
+
+    assert "3432/10000" in stream.getvalue()
+    assert [getattr(record, ON_SCREEN) for record in records] == [False]
 
 
 @pytest.mark.parametrize(

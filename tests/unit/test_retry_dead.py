@@ -128,8 +128,8 @@ def test_a_row_that_is_not_dead_cannot_be_opened() -> None:
     roots = [Lease("000000", (0, 1), (5, 5))]
     dead = Resolution("dead", "000000", "a", "r", dead=tuple(DeadPrompt(r, f"p{r}", "crash", "", 1) for r in (0, 1)))
 
-    with pytest.raises(HsrayError, match=r"not dead: \[7\]"):
-        account(roots, {"000000": dead}, Reopened(1, {"000000": (1, frozenset({7}))}))
+    with pytest.raises(HsrayError, match=r"neither dead nor committed: \[7\]"):
+        account(roots, {"000000": dead}, Reopened(1, {"000000": {7: 1}}))
 
 
 def test_the_command_says_what_it_did(run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
