@@ -35,10 +35,12 @@ def resolve_names(config: Config) -> Config:
 
 
 def replicas_per_node(config: Config) -> int:
-    """How many replicas may share a node's memory: those of eight GPUs, or on a CPU all there are."""
+    """How many replicas may share a node's memory: those of eight GPUs, or on a CPU all there are, and never more than
+    the run has."""
+    wanted = config.cluster.replicas if isinstance(config.cluster.replicas, int) else None
     if config.engine.is_cpu:
-        return config.cluster.replicas if isinstance(config.cluster.replicas, int) else 1
-    return max(1, 8 // config.engine.tp_size)
+        return wanted or 1
+    return max(1, min(8 // config.engine.tp_size, wanted or 8))
 
 
 def longest_prompt(config: Config, facts: ModelFacts) -> int:

@@ -1,6 +1,8 @@
 """A node, a model and a configuration with which nothing is wrong, for tests that break one thing at a time."""
 
 import dataclasses
+import importlib
+import os
 from typing import Any
 
 from hsray.checkpoint import ModelFacts
@@ -18,6 +20,7 @@ from hsray.doctor.facts import (
     Torch,
 )
 from hsray.doctor.subject import Subject
+from hsray.errors import HsrayError
 from hsray.schema import bytes_per_token
 from hsray.site_storage import resolve_storage
 from hsray.sites import resolve_sites
@@ -123,3 +126,18 @@ def run_facts(**changes: Any) -> RunFacts:
 
 def inputs(**changes: Any) -> InputFacts:
     return dataclasses.replace(run_facts().inputs, **changes)
+
+
+# What nodes of a Ray cluster are asked to do: they import it from here.
+
+
+def where() -> tuple[str, str]:
+    return os.environ["RAY_NODE_ID"], os.environ.get("RAY_RAYLET_PID", "")
+
+
+def refuse() -> None:
+    raise HsrayError("not here")
+
+
+def lacking() -> None:
+    importlib.import_module("no_such_package")

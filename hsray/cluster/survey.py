@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from hsray.cluster.errors import cause_of
 from hsray.cluster.nodes import alive_nodes, slots_of
 from hsray.config import ClusterConfig
-from hsray.errors import ConfigError
+from hsray.errors import ConfigError, HsrayError
 
 T = TypeVar("T")
 
@@ -81,7 +81,8 @@ def run_on_node(config: ClusterConfig, node_id: str, gpus: int, function: Callab
                 f"node {node_id[:8]} did not answer within {timeout_seconds:.0f} s: are its GPUs given to others?"
             ) from err
         except ray.exceptions.RayError as err:
-            raise cause_of(err) from err
+            cause = cause_of(err)
+            raise (cause if isinstance(cause, HsrayError) else HsrayError(_brief(cause))) from err
         return answer
     finally:
         ray.shutdown()
@@ -128,7 +129,13 @@ def _answer(
         error = f"no answer within {timeout_seconds:.0f} s"
     except ray.exceptions.RayError as err:
         cause = cause_of(err)
-        error = f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1] if str(cause).strip() else ''}"
+        error = _brief(cause)
     gpus = int(node["Resources"].get("GPU", 0))
     slots = slots_of(node, config, gpus_per_replica) if gpus_per_replica else 1
     return NodeAnswer(node["NodeID"], str(node["NodeManagerAddress"]), gpus, slots, answer, error)
+
+
+def _brief(cause: BaseException) -> str:
+    """Ray's messages end with what it is about, after a traceback."""
+    last = (str(cause).strip().splitlines() or [""])[-1].strip()
+    return f"{type(cause).__name__}: {last}"

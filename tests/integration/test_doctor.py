@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hsray.doctor.probe import examine_software
 from hsray.errors import ConfigError, HsrayError
 from hsray.quickstart import quickstart_config
 from hsray.spool import find_arenas
+from tests.doctor_facts import lacking, refuse, where
 from tests.ray_cluster import FakeNodes, run_ray_cluster
 from tests.runs import make_run
 from tests.seaweed import READ_ONLY_KEY, Seaweed
@@ -175,14 +175,6 @@ def cluster() -> Iterator[FakeNodes]:
         yield running
 
 
-def where() -> tuple[str, str]:
-    return os.environ["RAY_NODE_ID"], os.environ.get("RAY_RAYLET_PID", "")
-
-
-def refuse() -> None:
-    raise HsrayError("not here")
-
-
 def test_every_node_answers_for_itself(cluster: FakeNodes) -> None:
     config = ClusterConfig(address=cluster.address)
 
@@ -202,6 +194,16 @@ def test_what_goes_wrong_on_a_node_is_its_answer(cluster: FakeNodes) -> None:
     assert {answer.error for answer in answers} == {"HsrayError: not here"}
     with pytest.raises(HsrayError, match="not here"):
         run_on_node(config, answers[0].node_id, 0, refuse, 120)
+
+
+def test_a_node_that_lacks_a_package_says_which(cluster: FakeNodes) -> None:
+    config = ClusterConfig(address=cluster.address)
+
+    (answer, *_) = ask_every_node(config, 8, lacking, 120)
+
+    assert answer.error == "ModuleNotFoundError: No module named 'no_such_package'"
+    with pytest.raises(HsrayError, match="No module named 'no_such_package'"):
+        run_on_node(config, answer.node_id, 0, lacking, 120)
 
 
 def test_a_measurement_waits_for_gpus_only_so_long(cluster: FakeNodes) -> None:

@@ -77,11 +77,3 @@ def test_an_engines_last_words_are_in_the_drivers_error_and_in_the_dead_record(r
     assert "mean norm" not in "".join(event["message"].partition("\n")[0] for event in said)
     assert "Unhandled error" not in run.log()
     assert "Traceback" not in run.log()
-
-
-def test_a_log_folder_that_a_node_cannot_write_is_refused_by_its_key(run: Run) -> None:
-    (run.folder / "file").write_text("")
-
-    assert run.finish(f"log.dir={run.folder}/file/logs", name="no-folder") == ExitCode.CONFIG, run.log("no-folder")
-
-    assert "log.dir: cannot write" in run.log("no-folder")

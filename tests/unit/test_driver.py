@@ -17,6 +17,7 @@ from hsray.events import PlaceFound, ReplicaReady, StopRequested
 from hsray.ledger import Ledger
 from hsray.plan import load_plan
 from hsray.records import Lease, ResolutionSummary
+from hsray.resolve import replicas_per_node
 from hsray.status.recorder import StatusRecorder
 from hsray.store import Store, open_store
 from tests.small_run import build_small_run
@@ -185,3 +186,31 @@ def test_a_store_that_refuses_a_ready_replica_ends_the_run(driver: Driver) -> No
     assert driver.events.empty() or isinstance(driver.events.get(), RunFailed)
     cluster: Any = driver.cluster
     assert cluster.started == []
+
+
+@pytest.mark.parametrize(
+    ("replicas", "engine", "expected"),
+    [
+        ("auto", {}, 8),
+        ("auto", {"tp_size": 8}, 1),
+        ("auto", {"tp_size": 16}, 1),
+        (1, {}, 1),  # whatever the node: it has the memory for itself
+        (16, {"tp_size": 2}, 4),
+        (3, {"device": "cpu"}, 3),
+        ("auto", {"device": "cpu"}, 1),
+    ],
+)
+def test_replicas_share_a_node_with_those_that_the_run_has(
+    replicas: int | str, engine: dict[str, Any], expected: int
+) -> None:
+    config = make_config(
+        {
+            "model": {"path": "m"},
+            "prompts": {"path": "p"},
+            "output": {"url": "o"},
+            "cluster": {"replicas": replicas},
+            "engine": {"args": engine},
+        }
+    )
+
+    assert replicas_per_node(config) == expected

@@ -291,7 +291,7 @@ def test_tokens_are_given_for_all_sites_or_by_site() -> None:
 
 def test_prompts_without_a_loss_token_must_be_rejected_first() -> None:
     with pytest.raises(
-        ConfigError, match=r"^configuration: capture.tokens: loss stores nothing of .* empty_mask: reject"
+        ConfigError, match=r"^configuration: capture.tokens: loss stores nothing of .*prompts.empty_mask: reject"
     ):
         config("loss", empty_mask="keep")
     with pytest.raises(ConfigError, match=r"through_last_loss stores nothing"):
