@@ -132,7 +132,9 @@ def inputs(**changes: Any) -> InputFacts:
 
 
 def where() -> tuple[str, str]:
-    return os.environ["RAY_NODE_ID"], os.environ.get("RAY_RAYLET_PID", "")
+    import ray
+
+    return ray.get_runtime_context().get_node_id(), os.environ.get("RAY_RAYLET_PID", "")
 
 
 def refuse() -> None:

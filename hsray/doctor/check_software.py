@@ -29,7 +29,7 @@ def check_packages(subject: Subject, node: NodeFacts) -> Iterator[Finding]:
         )
         return
     shown = ("hsray", "ray", "torch", "transformers", "obstore")
-    yield ok("packages", ", ".join(f"{name} {node.packages.get(name, 'from a checkout')}" for name in shown))
+    yield ok("packages", ", ".join(f"{name} {node.packages[name]}" for name in shown if name in node.packages))
 
 
 def check_sglang(subject: Subject, node: NodeFacts) -> Iterator[Finding]:

@@ -151,7 +151,7 @@ def _less_memory(known: Sequence[tuple[Node, NodeFacts]]) -> Iterator[Finding]:
             lowest = min(less, key=lambda node: values[node])
             yield warn(
                 "differences",
-                f"{name}: {_names(less)} have less than the usual {size(usual)}, {lowest} only {size(values[lowest])}",
+                f"{name}: less than the usual {size(usual)} on {_names(less)}; {size(values[lowest])} on {lowest}",
                 "look there for processes of earlier runs",
             )
 

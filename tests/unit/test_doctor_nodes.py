@@ -58,7 +58,7 @@ def spool(free: int) -> Disk:
         ({"gpus": gpus(name="NVIDIA H100")}, "warn", "gpu: NVIDIA H200 on 10.0.0.1, 10.0.0.2; NVIDIA H100"),
         ({"gpus": gpus(driver="570.1")}, "warn", "driver"),
         ({"gpus": gpus(4)}, "warn", "gpus: 8 on"),
-        ({"memory_free": 900 * GIB}, "warn", "free memory: 10.0.0.3 have less"),
+        ({"memory_free": 900 * GIB}, "warn", "free memory: less than the usual 2.04 TB on 10.0.0.3"),
         ({"spool": spool(100 * GIB)}, "warn", "free shared memory"),
         ({"gpus": (*gpus(7), dataclasses.replace(gpus(1)[0], index=7, free=GIB))}, "warn", "fullest GPU"),
         ({"began": 1100.0, "ended": 1110.0}, "warn", "10.0.0.3 is at least 90 s ahead of 10.0.0.1"),
