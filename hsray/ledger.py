@@ -33,6 +33,8 @@ _READ_THREADS = 32
 # Records that are read ahead of whoever takes them: parsing is slower than reading, so without a limit all of them
 # would be in memory.
 _READ_AHEAD = 512
+# So few records are read one after the other: starting threads would take longer.
+_READ_ALONE = 16
 _LEASE_KEY = re.compile(re.escape(LEASES_PREFIX) + r"([^/]+)\.json")
 _ATTEMPT_KEY = re.compile(re.escape(ATTEMPTS_PREFIX) + r"([^/]+)/(\d+)\.json")
 
@@ -238,7 +240,8 @@ class Ledger:
         remaining = iter((info.key for info in self._store.list(LEASES_PREFIX)) if keys is None else keys)
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hsray-ledger") as pool:
             while batch := list(itertools.islice(remaining, _READ_AHEAD)):
-                yield from pool.map(lambda key: self._parse(key, self._store.get_json(key), parse), batch)
+                in_order = map if len(batch) <= _READ_ALONE else pool.map
+                yield from in_order(lambda key: self._parse(key, self._store.get_json(key), parse), batch)
 
     def write_success(self, record: JsonDict) -> None:
         """Mark the run complete. Written last.

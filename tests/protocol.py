@@ -274,16 +274,20 @@ class World:
         if self.is_calm:
             return
         self.after(20, self.operate)
-        accounting = self.account()
+        retry, repair = self.happens(self.faults.retry), self.happens(self.faults.repair)
+        if not retry and not repair:
+            return
+        resolutions = self.books.resolutions()
+        accounting = self.account(resolutions)
         again: dict[str, set[int]] = {}
-        if self.happens(self.faults.retry):
-            again = dead_by_lease(self.books.resolutions(), accounting, accounting.dead)
+        if retry:
+            again = dead_by_lease(resolutions, accounting, accounting.dead)
             for row in (row for some in again.values() for row in some):
                 self.provoked["dead prompt opened again"] += 1
                 if self.kinds[row] != "flaky" and self.rng.random() < 0.5:
                     self.kinds[row] = "fine"
                     self.mended.add(row)
-        if self.happens(self.faults.repair):
+        if repair:
             for row, lease_id in accounting.committed.items():
                 if self.rng.random() < 0.2:
                     again.setdefault(lease_id, set()).add(row)
@@ -292,8 +296,9 @@ class World:
             self.books.reopen(again)
             self.soon(self.start_driver, 30)
 
-    def account(self) -> Accounting:
-        return account(self.roots, self.books.resolutions(), self.books.reopened())
+    def account(self, resolutions: dict[str, Resolution] | None = None) -> Accounting:
+        reopened = self.books.reopened()
+        return account(self.roots, self.books.resolutions() if resolutions is None else resolutions, reopened)
 
     def start_driver(self) -> None:
         """The user runs the command (again)."""
@@ -309,7 +314,7 @@ class World:
     def audit(self) -> None:
         """The books must balance."""
         resolutions = self.books.resolutions()
-        books = self.account()
+        books = self.account(resolutions)
         check(not books.open, f"open leases after the end: {books.open}")
         check(not books.superseded, f"records outside the lease tree: {books.superseded}")
         check(not books.committed.keys() & books.dead.keys(), "rows both committed and dead")
@@ -362,7 +367,7 @@ class Driver:
         resolutions = world.books.resolutions()
         for resolution in resolutions.values():
             world.saw(resolution)
-        books = world.account()
+        books = world.account(resolutions)
         self.generation = books.generation
         self.scheduler = world.make_scheduler(
             books.open,

@@ -26,6 +26,7 @@ def run_everything() -> Counter[str]:
     return provoked
 
 
+@pytest.mark.timeout(1200)  # the first of the two runs all schedules
 def test_every_prompt_ends_exactly_once_whatever_happens():
     provoked = run_everything()
 
@@ -40,6 +41,7 @@ def test_where_only_bad_prompts_crash_replicas_every_other_prompt_is_committed()
     assert provoked["innocent committed"] > 0
 
 
+@pytest.mark.timeout(1200)  # the first of the two runs all schedules
 def test_the_simulation_provokes_what_it_claims_to():
     provoked = run_everything()
 
