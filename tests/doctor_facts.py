@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import os
+import time
 from typing import Any
 
 from hsray.checkpoint import ModelFacts
@@ -143,3 +144,7 @@ def refuse() -> None:
 
 def lacking() -> None:
     importlib.import_module("no_such_package")
+
+
+def linger() -> None:
+    time.sleep(60)

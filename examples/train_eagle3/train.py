@@ -2,7 +2,7 @@
 """Trains EAGLE-3 style drafters on a run, and on what transformers computes for the same prompts, and compares them.
 
     python -m hsray.extract                                         # makes ./hsray-quickstart, once
-    python examples/train_eagle3/train.py hsray-quickstart          # some minutes on two cores
+    python examples/train_eagle3/train.py hsray-quickstart          # nine drafters, some six CPU minutes each
     python examples/train_eagle3/train.py URL --sources hsray --seeds 1 --epochs 10 --device cuda \\
         --max-tokens 4096 --batch-tokens 32768 --draft-vocab 32000
 

@@ -18,7 +18,7 @@ from hsray.doctor.probe import examine_software
 from hsray.errors import ConfigError, HsrayError
 from hsray.quickstart import quickstart_config
 from hsray.spool import find_arenas
-from tests.doctor_facts import lacking, refuse, where
+from tests.doctor_facts import lacking, linger, refuse, where
 from tests.ray_cluster import FakeNodes, run_ray_cluster
 from tests.runs import make_run
 from tests.seaweed import READ_ONLY_KEY, Seaweed
@@ -211,8 +211,10 @@ def test_a_measurement_waits_for_gpus_only_so_long(cluster: FakeNodes) -> None:
     node_id = cluster.nodes[0].node_id
 
     assert run_on_node(config, node_id, 8, where, 120)[0] == node_id
-    with pytest.raises(ConfigError, match="given to others"):
-        run_on_node(config, node_id, 9, where, 2)
+    with pytest.raises(ConfigError, match="did not answer within 2 s"):
+        run_on_node(config, node_id, 8, linger, 2)
+    with pytest.raises(HsrayError, match="infeasible"):
+        run_on_node(config, node_id, 9, where, 120)
 
 
 @pytest.mark.soak
