@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import logging
 import os
 import subprocess
 from collections.abc import Iterator
@@ -8,6 +9,23 @@ from pathlib import Path
 import pytest
 
 from tests.seaweed import Seaweed, run_seaweed
+
+
+@pytest.fixture(autouse=True)
+def hsray_logger() -> Iterator[logging.Logger]:
+    """hsray's logger as in a fresh process, before and after each test: commands run in this process configure it."""
+    logger = logging.getLogger("hsray")
+
+    def reset() -> None:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers[:] = []
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+
+    reset()
+    yield logger
+    reset()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Names agree everywhere, and what is recorded is what happened."""
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -482,7 +481,6 @@ def test_what_ray_has_against_a_metric_is_said_once_and_ends_nothing(
 
     monkeypatch.setattr(ray_metrics, "_ray_metric", refuse)
     monkeypatch.setattr(ray_metrics, "_warned", set())
-    monkeypatch.setattr(logging.getLogger("hsray"), "propagate", True)
     metrics = RayMetrics(run="r", replica="r0#1")
 
     for _ in range(3):

@@ -437,7 +437,6 @@ def test_a_report_that_fails_is_said_and_finishes_the_run(
         raise RuntimeError("no paper")
 
     monkeypatch.setattr("hsray.report.write_report", fail)
-    monkeypatch.setattr(extract.log, "propagate", True)
 
     with caplog.at_level("WARNING"):
         code, _ = extract._conclude(job, None)

@@ -151,10 +151,7 @@ def test_what_went_wrong_is_noted_and_everything_else_is_not(store: Store) -> No
     assert {i.message for i in document.incidents if i.kind == "prompt_dead"} == {"crash: it kills"}
 
 
-def test_a_store_that_refuses_is_said_once_and_holds_nobody_up(
-    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hsray.status.recorder.log.propagate", True)
+def test_a_store_that_refuses_is_said_once_and_holds_nobody_up(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     flaky = FlakyStore(store, random.Random(0), refused=1.0)
     recorder = StatusRecorder(flaky, "r", interval_seconds=0.01)
     with caplog.at_level("WARNING", logger="hsray.status.recorder"):
