@@ -25,8 +25,12 @@ LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 # Error of a captured layer output, relative to what the layer adds: of the median row, and of the median row of a
 # single prompt. An expert router may decide a near tie the other way in another arithmetic, so single rows may differ.
 LAYER_TOLERANCE = {"float32": (1e-3, 1e-3), "bfloat16": (0.1, 0.3), "float16": (0.05, 0.3)}
-# Where a layer adds next to nothing (a massive activation), rounding is measured against this part of the stream.
-_LEAST_UPDATE = 0.02
+# Where a layer adds next to nothing (a massive activation), rounding is measured against this part of the stream: adding
+# twice to a bfloat16 stream changes it by some 0.2 %.
+_LEAST_UPDATE = 0.05
+# Relative difference allowed between two requests with the same ids in the median row. Other company in a batch means
+# other kernels, and what they round differently grows with depth: 2 % in the middle of 32 layers of bfloat16.
+SAME_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
 _LEAST_PROMPT_ROWS = 16
 _VOCAB_BLOCK = 16_384
 
@@ -146,17 +150,25 @@ class SelfTest:
             )
 
     def _check_same(self, prompts: Sequence[TestPrompt], by_layer: Sequence[TestPrompt]) -> None:
-        """The run's own layout must deliver what the layer test saw."""
+        """The run's own layout must deliver what the layer test saw: the same rows, of no other site."""
         for number, (one, other) in enumerate(zip(prompts, by_layer, strict=True)):
-            for site in one.states.keys() & other.states.keys():
-                a, b = one.states[site].astype(np.float32), other.states[site].astype(np.float32)
-                if np.isnan(a).all() and np.isnan(b).all():
-                    continue
-                error = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
-                if not np.median(error) <= NORM_TOLERANCE[self.dtype]:
+            seen = {site: states.astype(np.float32) for site, states in other.states.items()}
+            seen = {site: states for site, states in seen.items() if not np.isnan(states).all()}
+            for site in one.states.keys() & seen.keys():
+                states = one.states[site].astype(np.float32)
+                errors = {name: _median_difference(states, others) for name, others in seen.items()}
+                if not errors[site] <= SAME_TOLERANCE[self.dtype]:
                     raise SelfTestError(
-                        f"self-test prompt {number}: {site} differs by {np.median(error):.2e} (relative, median row) "
-                        "between two requests with the same ids"
+                        f"self-test prompt {number}: {site} differs by {errors[site]:.2e} (relative, median row; "
+                        f"allowed {SAME_TOLERANCE[self.dtype]:.0e}) between two requests with the same ids"
+                    )
+                # However much rounding there is, it does not lead to the neighbour.
+                nearest = min(errors, key=errors.__getitem__)
+                if errors[nearest] < errors[site]:
+                    raise SelfTestError(
+                        f"self-test prompt {number}: of two requests with the same ids, {site} of one is nearer to "
+                        f"{nearest} of the other ({errors[nearest]:.2e}, relative, median row) than to its {site} "
+                        f"({errors[site]:.2e}): the states are of another site than their name says"
                     )
 
     def _has_prenorm(self, prompt: TestPrompt) -> bool:
@@ -222,6 +234,10 @@ class SelfTest:
                 f"{where}: lm_head on the captured final state says token {best}, the engine generated "
                 f"{prompt.next_token}: the captured rows are not the ones this prompt produced"
             )
+
+
+def _median_difference(states: "np.ndarray[Any, Any]", reference: "np.ndarray[Any, Any]") -> float:
+    return float(np.median(np.linalg.norm(states - reference, axis=1) / np.linalg.norm(reference, axis=1)))
 
 
 def _layer_errors(
