@@ -203,6 +203,8 @@ class RayCluster:
         self.is_local = address in (None, "", "local")
         try:
             if self.is_local:
+                # As many idle workers as there are cores, of which nobody has a use: replicas get their own.
+                os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
                 wanted = self.config.replicas if isinstance(self.config.replicas, int) else 1
                 ray.init(
                     address="local",

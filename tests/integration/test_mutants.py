@@ -11,6 +11,8 @@ import pytest
 from tests.mutants.engine import STATE_FAULTS
 from tests.runs import ROOT
 
+pytestmark = pytest.mark.alone
+
 # What the message must speak of, so that a fault is not stopped by luck elsewhere.
 STOPPED_BY = {
     "norms swapped": "norm(final_prenorm)",

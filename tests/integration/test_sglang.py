@@ -18,6 +18,8 @@ from tests.runs import SGLANG, Run, ended, kill, wait_until
 from tests.seaweed import Seaweed
 from tests.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.alone
+
 # Smaller than most prompts: a prompt takes several steps, and a step holds parts of several prompts.
 PREFILL_TOKENS = 48
 WORDS = ["the", "model", "writes", "residual", "stream", "into", "slot", "17", "naïve", "日本語", "state", "=", "f(x)"]

@@ -7,6 +7,8 @@ import pytest
 from tests.matrix.cases import CI, Case
 from tests.matrix.runner import run_in_process, table_row
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
