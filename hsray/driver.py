@@ -10,6 +10,7 @@ import os
 import queue
 import signal
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from hsray.metrics.run import RunReport
 from hsray.plan import Plan, read_lease_prompts
 from hsray.progress import ProgressDisplay, Snapshot
 from hsray.records import JsonDict, Lease, Resolution, ResolutionSummary
-from hsray.replica_spec import ReplicaSpec
+from hsray.replica_spec import ReplicaFacts, ReplicaSpec
 from hsray.resolve import replicas_per_node
 from hsray.scheduler import Scheduler
 from hsray.schema import ENGINE_KEY, shard_metadata
@@ -173,6 +174,8 @@ class Driver:
         self.leases_total = len(job.plan.leases)
         self._skipped_said: set[str] = set()
         self._stop_by = math.inf
+        self._gpu_lock = threading.Lock()
+        self._gpu_holders: dict[str, str] = {}  # GPU to the replica that was let in with it
 
     def drive(self) -> Finished:
         """Until the scheduler says that it is finished, or an error that no retry mends."""
@@ -232,6 +235,9 @@ class Driver:
         facts = next((f for f in self.cluster.facts() if f.replica == event.replica), None)
         if facts is None:
             return event  # it died since; its death is on the way
+        if shared := self._shared_gpus(facts):
+            self.cluster.retire(event.replica)
+            return ReplicaFailedToStart(event.replica, shared, permanent=True)
         mine = {
             "sglang_version": facts.sglang_version,
             "model_class": facts.model_class,
@@ -263,6 +269,22 @@ class Driver:
             "engine.allow_change",
             permanent=True,
         )
+
+    def _shared_gpus(self, facts: ReplicaFacts) -> str | None:
+        """What is wrong if another replica computes on a GPU of this one: Ray gave each its own, and something else
+        chose. Both would run at half the speed, or out of memory hours from now."""
+        living = {f.replica for f in self.cluster.facts()}
+        with self._gpu_lock:
+            for gpu in facts.gpus:
+                holder = self._gpu_holders.get(gpu, facts.replica)
+                if holder != facts.replica and holder in living:
+                    return (
+                        f"it computes on GPU {gpu} of {facts.node}, as {holder} does. Ray gives each replica GPUs of "
+                        "its own: remove CUDA_VISIBLE_DEVICES and RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES from "
+                        "engine.env and from the nodes' environment, and base_gpu_id from engine.args"
+                    )
+            self._gpu_holders.update(dict.fromkeys(facts.gpus, facts.replica))
+        return None
 
     def perform(self, action: Action) -> None:
         """Do what the scheduler asks for, or have it done: nothing here waits for the store."""

@@ -33,6 +33,8 @@ FIXED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "nnodes": (1, "one engine per node; use one replica per node instead"),
     "allow_auto_truncate": (False, "prompts are never cut in silence"),
 }
+# Not among these: whatever stores keys and values in fewer bits, and so changes every state after the first layer.
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp16", "float16", "float32")
 # Set unless the user says otherwise.
 DEFAULT_ARGUMENTS: dict[str, Any] = {
     "log_level": "info",
@@ -110,6 +112,17 @@ def check_arguments(args: Mapping[str, Any]) -> None:
         if name in _OWNED:
             owner = _OWNED[name]
             raise ConfigError(f"engine.args.{name} is set by hsray" + (f": use {owner}" if owner else ". Remove it"))
+    check_kv_cache(str(args.get("kv_cache_dtype", "auto")))
+
+
+def check_kv_cache(dtype: str) -> None:
+    """Raise ConfigError for a quantised KV cache. SGLang may choose one itself, for a checkpoint or an attention
+    backend that asks for it, so what it says after its start is checked as well."""
+    if dtype.removeprefix("torch.") not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"engine.args.kv_cache_dtype: {dtype} quantises keys and values, so that every state after the first layer "
+            "is another than the model's. Set bfloat16"
+        )
 
 
 def free_port() -> int:

@@ -27,7 +27,7 @@ from hsray.channel import (
     Message,
     RequestId,
 )
-from hsray.engine import PrefillEngine, PrefillResponse, load_named
+from hsray.engine import PrefillEngine, PrefillResponse, check_kv_cache, load_named
 from hsray.errors import ConfigError, EngineError, EngineStartError
 from hsray.records import Prompt
 from hsray.replica_spec import ReplicaSpec
@@ -249,6 +249,7 @@ class InFlight:
                     f"hidden states are {hello.engine_dtype}, capture.dtype is {self.spec.dtype}: "
                     f"set capture.dtype: {hello.engine_dtype}, or engine.args.dtype"
                 )
+        check_kv_cache(self.engine.facts.get("kv_cache_dtype", "auto"))
         if problems:
             raise ConfigError("the engine does not fit the configuration: " + "; ".join(problems))
 

@@ -28,7 +28,7 @@ from hsray.records import FailureClass, Lease, LeaseFigures, LeaseOutcome, Promp
 from hsray.replica_spec import ReplicaFacts, ReplicaProgress, ReplicaSpec
 from hsray.schema import DATA_PREFIX
 from hsray.shard import ShardRow, write_shard
-from hsray.spool import Arena, Slot, auto_arena_bytes, sweep
+from hsray.spool import Arena, Slot, auto_arena_bytes, named_gpus, sweep
 from hsray.store import open_store
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class Replica:
             engine=self.in_flight.engine.facts,
             self_test_passed=tuple(self._report.passed),
             self_test_skipped=tuple(self._report.skipped),
+            gpus=named_gpus(self.in_flight.arena.path),
         )
 
     def progress(self) -> ReplicaProgress:

@@ -58,6 +58,7 @@ class ReplicaFacts:
     engine: Mapping[str, str]
     self_test_passed: tuple[str, ...]
     self_test_skipped: tuple[str, ...]
+    gpus: tuple[str, ...] = ()  # UUIDs
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 # Error of a captured layer output, relative to what the layer adds: of the median row, and of the median row of a
 # single prompt. An expert router may decide a near tie the other way in another arithmetic, so single rows may differ.
 LAYER_TOLERANCE = {"float32": (1e-3, 1e-3), "bfloat16": (0.1, 0.3), "float16": (0.05, 0.3)}
-# Where a layer adds next to nothing (a massive activation), rounding is measured against this part of the stream: adding
-# twice to a bfloat16 stream changes it by some 0.2 %.
+# Where a layer adds next to nothing (a massive activation), rounding is measured against this part of the stream:
+# adding twice to a bfloat16 stream changes it by some 0.2 %.
 _LEAST_UPDATE = 0.05
 # Relative difference allowed between two requests with the same ids in the median row. Other company in a batch means
 # other kernels, and what they round differently grows with depth: 2 % in the middle of 32 layers of bfloat16.

@@ -32,6 +32,7 @@ ARENA_NAME = "arena"
 _MARK = b"hsray arena\n"
 _NAME = re.compile(r"(\.new-)?[0-9a-f]{16}")
 _NEW_PREFIX = ".new-"
+_GPU_PREFIX = "gpu-"
 _ABANDONED_NEW_SECONDS = 3600.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 # Slots start on a page: a D2H copy never shares a page with another prompt's.
@@ -201,6 +202,16 @@ class Arena:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def name_gpu(arena_path: str | Path, uuid: str) -> None:
+    """Note beside the arena that a process of its replica computes on this GPU. Each rank does it for its own."""
+    Path(arena_path).with_name(f"{_GPU_PREFIX}{uuid}").touch(mode=0o600)
+
+
+def named_gpus(arena_path: str | Path) -> tuple[str, ...]:
+    """UUIDs of the GPUs that the replica of an arena uses, sorted; empty on CPUs."""
+    return tuple(sorted(f.name.removeprefix(_GPU_PREFIX) for f in Path(arena_path).parent.glob(f"{_GPU_PREFIX}*")))
 
 
 def sweep(root: str | Path) -> list[Path]:

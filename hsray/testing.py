@@ -27,6 +27,7 @@ from hsray.crash_points import crash_point
 from hsray.engine import EngineSpec, PrefillResponse
 from hsray.errors import StoreUnavailable, StoreUnusable
 from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
+from hsray.spool import name_gpu
 from hsray.store import Store
 
 T = TypeVar("T")
@@ -147,6 +148,8 @@ class FakeBehaviour:
         refuse_token: a prompt that holds this id is refused, as SGLang refuses a request.
         seconds_per_token: time a prompt takes; prompts run side by side.
         max_prompt_tokens: longest prompt taken.
+        gpu: UUID of the GPU that it says it computes on; none by default.
+        chosen_kv_cache: what it says that it chose for its KV cache.
     """
 
     crash_token: int = -1
@@ -155,6 +158,8 @@ class FakeBehaviour:
     refuse_token: int = -1
     seconds_per_token: float = 0.0
     max_prompt_tokens: int = 1 << 20
+    gpu: str = ""
+    chosen_kv_cache: str = "auto"
     hidden_size: int = 16
     num_layers: int = 8
 
@@ -178,7 +183,9 @@ class FakeEngine:
         self.capture = capture
         self.max_prompt_tokens = self.behaviour.max_prompt_tokens
         self.num_leaders = 1
-        self.facts = {"engine": "fake"}
+        self.facts = {"engine": "fake", "kv_cache_dtype": self.behaviour.chosen_kv_cache}
+        if self.behaviour.gpu:
+            name_gpu(capture.arena_path, self.behaviour.gpu)
         self.layouts = {
             RUN_LAYOUT: capture.sites,
             TEST_LAYOUT: (*capture.sites, *_missing_finals(capture.sites)),

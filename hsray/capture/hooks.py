@@ -31,6 +31,7 @@ from hsray.channel import (
     RequestId,
 )
 from hsray.sites import FINAL_POSTNORM, FINAL_PRENORM
+from hsray.spool import name_gpu
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Capture:
         self.forward: ForwardStates | None = None
         self.prompt_crc32: dict[str, int] = {}
         self.is_leader = versions.is_capture_leader()
+        if torch.device(runner.device).type == "cuda":
+            name_gpu(settings.arena_path, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
         if not self.is_leader:
             return
         dp_rank = int(getattr(runner, "dp_rank", 0) or 0)

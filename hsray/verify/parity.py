@@ -1,7 +1,7 @@
 """Recompute committed prompts with transformers and compare: are the states those of the model?
 
-transformers runs in float32 with eager attention, each prompt alone, so nothing of the engine, its batching or
-its kernels is shared. torch and transformers are imported when the check runs.
+transformers runs in float32 with eager attention, each prompt alone (a very long one in pieces, over its own cache), so
+nothing of the engine, its batching or its kernels is shared. torch and transformers are imported when the check runs.
 """
 
 import json
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FLOAT32_TOLERANCE = 1e-5
 # A value rounded to the nearest bfloat16 is off by at most 2^-9 of itself; twice that leaves room for the engine.
 ROUNDED_TOLERANCE = 2.0**-8
+# Attention weights of one layer for which transformers gets memory; longer prompts go through it in pieces.
+_ATTENTION_BYTES = 4 << 30
 # A half-precision engine may be so much further from float32 than transformers' own half precision is.
 HALF_PRECISION_FACTOR = 1.25
 
@@ -203,10 +205,23 @@ def reference_states(
         stack.enter_context(torch.inference_mode())
         for input_ids in prompts:
             tokens = torch.from_numpy(input_ids.astype(np.int64)).to(device)[None]
-            hidden = decoder(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states
-            states = {site["name"]: _select(site, hidden, before_norm[0]) for site in sites}
-            results.append({name: tensor[0].float().cpu().numpy() for name, tensor in states.items()})
+            pieces: dict[str, list[npt.NDArray[np.float32]]] = {site["name"]: [] for site in sites}
+            cache = None
+            for piece in tokens.split(_piece_tokens(decoder.config, len(input_ids)), dim=1):
+                whole = piece.shape == tokens.shape
+                output = decoder(input_ids=piece, output_hidden_states=True, use_cache=not whole, past_key_values=cache)
+                cache = output.past_key_values
+                for site in sites:
+                    state = _select(site, output.hidden_states, before_norm[0])
+                    pieces[site["name"]].append(state[0].float().cpu().numpy())
+            results.append({name: np.concatenate(parts) for name, parts in pieces.items()})
     return results
+
+
+def _piece_tokens(config: Any, num_tokens: int) -> int:
+    """How many tokens at once: their float32 attention weights `[heads, piece, tokens]` must fit."""
+    row_bytes = int(config.num_attention_heads) * num_tokens * 4
+    return max(1, min(num_tokens, _ATTENTION_BYTES // row_bytes))
 
 
 def _select(site: Mapping[str, Any], hidden: Sequence["torch.Tensor"], before_norm: "torch.Tensor") -> "torch.Tensor":

@@ -141,6 +141,18 @@ def test_leases_larger_than_the_arena_are_written_in_several_shards(new_run: Any
     assert verify_run(run.url, full=True).problems == []
 
 
+def test_a_second_replica_on_one_gpu_is_refused_and_the_first_does_the_run(new_run: Any) -> None:
+    run = new_run(random_rows(20), overrides=["engine.args.gpu=GPU-7"])
+
+    assert run.finish() == ExitCode.COMPLETE, run.log()
+
+    assert len(run.outcomes()[0]) == 20
+    assert run.log().count("is ready on") == 1
+    assert "computes on GPU GPU-7" in run.log()
+    assert "base_gpu_id" in run.log()
+    run.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("override", "code", "says"),
     [
@@ -155,6 +167,8 @@ def test_leases_larger_than_the_arena_are_written_in_several_shards(new_run: Any
         ("spool.path=/proc/spool", ExitCode.CONFIG, "spool.path"),
         ("spool.bytes=4096", ExitCode.CONFIG, "spool.bytes: the largest prompt needs"),
         ("engine.args.no_such_argument=1", ExitCode.FAILED, "no_such_argument"),
+        ("engine.args.kv_cache_dtype=fp8_e4m3", ExitCode.CONFIG, "quantises keys and values"),
+        ("engine.args.chosen_kv_cache=torch.float8_e4m3fn", ExitCode.CONFIG, "quantises keys and values"),
     ],
 )
 def test_what_cannot_work_ends_early_with_the_key_to_change(

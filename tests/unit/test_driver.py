@@ -53,6 +53,7 @@ class FakeCluster:
                 log_path="log",
                 self_test_passed=("norm",),
                 self_test_skipped=("layer 4",),
+                gpus=(),
             )
         ]
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from hsray.capture.settings import CaptureSettings
-from hsray.engine import FIXED_ARGUMENTS, EngineSpec, check_arguments, engine_arguments
+from hsray.engine import FIXED_ARGUMENTS, EngineSpec, check_arguments, check_kv_cache, engine_arguments
 from hsray.errors import ConfigError
 
 KNOWN = [
@@ -38,7 +38,7 @@ def test_what_correctness_depends_on_cannot_be_overridden(args: dict[str, Any], 
 
 
 def test_saying_what_hsray_does_anyway_is_fine() -> None:
-    check_arguments({"disable_radix_cache": True, "pp_size": 1, "tp_size": 8})
+    check_arguments({"disable_radix_cache": True, "pp_size": 1, "tp_size": 8, "kv_cache_dtype": "bf16"})
 
 
 def test_other_arguments_go_through_verbatim_and_win_over_defaults() -> None:
@@ -94,3 +94,14 @@ def test_capture_settings_written_by_hand_need_no_defaults(monkeypatch: pytest.M
     settings = CaptureSettings.from_environment()
 
     assert settings == CaptureSettings("a", "b", 1, ("final_prenorm",), "float32")
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3", "fp4_e2m1", "int8", "torch.float8_e4m3fn", "nvfp4"])
+def test_a_quantised_kv_cache_is_refused(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype: {dtype} quantises"):
+        check_kv_cache(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16", "float16", "torch.bfloat16", "torch.float32"])
+def test_a_kv_cache_in_the_dtype_of_the_model_is_taken(dtype: str) -> None:
+    check_kv_cache(dtype)

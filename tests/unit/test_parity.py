@@ -24,7 +24,7 @@ from hsray.schema import bytes_per_token, shard_metadata
 from hsray.shard import ShardRow, write_shard
 from hsray.sites import resolve_sites
 from hsray.store import open_store
-from hsray.verify import check_parity
+from hsray.verify import check_parity, parity
 from hsray.verify.__main__ import main
 from hsray.verify.parity import FLOAT32_TOLERANCE, ROUNDED_TOLERANCE, choose_positions, reference_states
 from tests.small_run import DTYPES
@@ -234,6 +234,24 @@ def test_a_tolerance_of_ones_own_is_used(tmp_path: Path, llama: Path, prompts: l
 
     assert not any(site.is_ok for site in check_parity(run, 2))
     assert all(site.is_ok for site in check_parity(run, 2, tolerance=0.01))
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3"])
+def test_a_long_prompt_goes_through_transformers_in_pieces(
+    tmp_path: Path, prompts: list[Prompt], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(kind, tmp_path / kind)
+    ids = [prompt.input_ids for prompt in prompts]
+    sites = [{"name": site.name, "index": site.index} for site in SITES]
+    whole = reference_states(model, ids, sites, "float32")
+    monkeypatch.setattr(parity, "_ATTENTION_BYTES", 4 * 4 * 40 * 16)  # 16 of 40 tokens, with four heads
+
+    pieces = reference_states(model, ids, sites, "float32")
+
+    for one, other in zip(whole, pieces, strict=True):
+        for name in NAMES:
+            assert one[name].shape == other[name].shape
+            assert np.linalg.norm(one[name] - other[name]) <= 1e-5 * np.linalg.norm(one[name])
 
 
 def test_the_shortest_and_the_longest_are_always_chosen_and_the_rest_is_spread() -> None:

@@ -184,3 +184,41 @@ def test_test_prompts_fit_small_engines() -> None:
         prompts = make_test_prompts(VOCAB, limit)
         assert prompts
         assert all(1 <= len(p) <= limit for p in prompts)
+
+
+def two_requests(noise: float) -> tuple[list[TestPrompt], list[TestPrompt]]:
+    """States of one prompt by the run's layout and by the layer test's, a stream that each layer changes by a tenth.
+
+    They differ by `noise` (relative), as two batches do.
+    """
+    rng = np.random.default_rng(3)
+    stream = rng.standard_normal((40, HIDDEN)).astype(np.float32)
+    seen: States = {}
+    for layer in range(2, 6):
+        seen[f"resid_pre_{layer}"] = stream
+        stream = stream + np.float32(0.1) * rng.standard_normal(stream.shape).astype(np.float32)
+    ran = {s: seen[s] + noise * rng.standard_normal(stream.shape).astype(np.float32) for s in SITES if s in seen}
+    return [TestPrompt(list(range(40)), ran, 0)], [TestPrompt(list(range(40)), seen, 0)]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.07])
+def test_two_requests_may_differ_as_deep_bfloat16_does(model: Path, facts: ModelFacts, noise: float) -> None:
+    SelfTest(model, facts, SITES, "bfloat16")._check_same(*two_requests(noise))
+
+
+def test_two_requests_with_other_rows_are_caught(model: Path, facts: ModelFacts) -> None:
+    prompts, by_layer = two_requests(0.0)
+    states = dict_of(prompts[0])
+    states["resid_pre_4"][:] = np.roll(states["resid_pre_4"], 1, axis=0)
+
+    with pytest.raises(SelfTestError, match=r"resid_pre_4 differs by .* between two requests with the same ids"):
+        SelfTest(model, facts, SITES, "bfloat16")._check_same(prompts, by_layer)
+
+
+def test_a_layout_that_delivers_the_neighbour_is_caught_whatever_the_noise(model: Path, facts: ModelFacts) -> None:
+    prompts, by_layer = two_requests(0.05)
+    states = dict_of(prompts[0])
+    states["resid_pre_4"][:] += by_layer[0].states["resid_pre_5"] - by_layer[0].states["resid_pre_4"]
+
+    with pytest.raises(SelfTestError, match="resid_pre_4 of one is nearer to resid_pre_5 of the other"):
+        SelfTest(model, facts, SITES, "bfloat16")._check_same(prompts, by_layer)
