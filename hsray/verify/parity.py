@@ -207,7 +207,7 @@ def reference_states(
             tokens = torch.from_numpy(input_ids.astype(np.int64)).to(device)[None]
             pieces: dict[str, list[npt.NDArray[np.float32]]] = {site["name"]: [] for site in sites}
             cache = None
-            for piece in tokens.split(_piece_tokens(decoder.config, len(input_ids)), dim=1):
+            for piece in torch.split(tokens, _piece_tokens(decoder.config, len(input_ids)), dim=1):
                 whole = piece.shape == tokens.shape
                 output = decoder(input_ids=piece, output_hidden_states=True, use_cache=not whole, past_key_values=cache)
                 cache = output.past_key_values
