@@ -32,7 +32,7 @@ from hsray.events import (
     ReplicaFailedToStart,
     ReplicaReady,
 )
-from hsray.log import about
+from hsray.log import about, first_line
 from hsray.metrics import Metrics
 from hsray.metrics.replica import ReplicaReport
 from hsray.plan import PlanRef
@@ -203,9 +203,24 @@ class RayCluster:
         self.is_local = address in (None, "", "local")
         try:
             if self.is_local:
-                # As many idle workers as there are cores, of which nobody has a use: replicas get their own.
-                os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-                wanted = self.config.replicas if isinstance(self.config.replicas, int) else 1
+                self._start_local()
+            else:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except Exception as err:  # Ray raises plain Exceptions here as well
+            if self.is_local:
+                raise HsrayError(f"Ray does not start on this machine: {err}") from err
+            raise ConfigError(f"cluster.address: cannot connect to Ray at {address}: {err}") from err
+        self._poller = threading.Thread(target=self._poll_forever, name="hsray-cluster", daemon=True)
+        self._poller.start()
+
+    def _start_local(self) -> None:
+        import ray
+
+        # As many idle workers as there are cores, of which nobody has a use: replicas get their own.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        wanted = self.config.replicas if isinstance(self.config.replicas, int) else 1
+        for is_last in (False, True):
+            try:
                 ray.init(
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, int(wanted * self.config.cpus_per_replica) + 1),
@@ -215,14 +230,13 @@ class RayCluster:
                     log_to_driver=False,
                     logging_level=logging.WARNING,
                 )
-            else:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except Exception as err:  # Ray raises plain Exceptions here as well
-            if self.is_local:
-                raise HsrayError(f"Ray does not start on this machine: {err}") from err
-            raise ConfigError(f"cluster.address: cannot connect to Ray at {address}: {err}") from err
-        self._poller = threading.Thread(target=self._poll_forever, name="hsray-cluster", daemon=True)
-        self._poller.start()
+                return
+            except Exception as err:
+                if is_last:
+                    raise
+                # Ray gives its own processes 30 s, which a busy machine may exceed.
+                log.warning("Ray does not start (%s); trying once more", first_line(str(err)))
+                ray.shutdown()
 
     def session_dir(self) -> str:
         """Where Ray keeps its own logs on this node."""
