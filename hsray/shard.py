@@ -2,7 +2,7 @@
 
 Promises: nothing is visible under the key before the last byte was accepted; plain states go to the store from
 where they are, without a copy, so memory does not grow with them (encoded ones are made a little ahead, by threads);
-each of their bytes is read twice, once for the page CRC and once for the payload's digest, with the GIL released; the
+each of their bytes is read from memory once, for the page CRC and the payload's digest, with the GIL released; the
 returned record says where every payload lies. Knows nothing of leases, replicas or the spool: a state is a buffer.
 """
 
@@ -105,8 +105,8 @@ def write_shard(
                 group = pages.row_group(_values(segment, payloads))
                 pieces: list[Buffer] = []
                 digests = {}
-                for head, (site, payload) in zip(group.heads, payloads.items(), strict=True):
-                    digests[site] = payload_digest(payload)
+                for head, digest_of, (site, payload) in zip(group.heads, group.digests, payloads.items(), strict=True):
+                    digests[site] = digest_of
                     digest.update(head)
                     digest.update_payload(digests[site])
                     pieces += (head, payload)
