@@ -23,9 +23,9 @@ Values = Mapping[str, Scalar | npt.NDArray[np.integer] | memoryview]
 
 _MAGIC: Final = b"PAR1"
 _MAX_PAGE_BYTES: Final = 2**31 - 1
-# A payload is read from memory once, by pieces that stay in a core's cache for the second checksum. Smaller ones gain
-# nothing more, and each waits for the interpreter's lock twice.
-_PIECE_BYTES: Final = 512 * 1024
+# A payload is read from memory once, by pieces that stay in the cache for the second checksum. They are no smaller than
+# they have to be: each waits twice for the lock of the interpreter, which the engine's own threads hold for milliseconds.
+_PIECE_BYTES: Final = 4 * 1024 * 1024
 # pyarrow's limit; readers load every footer whole.
 _MAX_STATISTICS_BYTES: Final = 4096
 

@@ -573,7 +573,8 @@ class Scheduler:
             return
         num_held = 0
         hungry = sorted(self._hungry.values(), key=lambda r: r.serial)
-        plenty = len(self._queue) > _PLENTY_PER_REPLICA * len(self._replicas)
+        # The pieces of the tail are many, and small because no replica is to have more of them than it can do in time.
+        plenty = not self._is_tail and len(self._queue) > _PLENTY_PER_REPLICA * len(self._replicas)
         for depth in range(self._leases_in_flight if plenty else min(self._leases_in_flight, _LEASES_AT_THE_END)):
             for replica in [r for r in hungry if len(r.running) == depth]:
                 if replica.running and num_held < self._num_waiting_suspects(replica.place):

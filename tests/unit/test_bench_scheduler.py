@@ -14,7 +14,7 @@ def test_replicas_of_different_speeds_on_nodes_that_are_lost_end_together() -> N
     done = subprocess.run([sys.executable, *command, "--json"], capture_output=True, text=True, check=True, cwd=ROOT)
     found = json.loads(done.stdout)
 
-    assert found["efficiency"] >= 0.96
+    assert found["efficiency"] >= 0.97
     assert found["driver_rss_mb"] < 600
     assert found["node_losses"] > 0
     assert {"driver_cpu_us_per_prompt", "resume_seconds"} < found.keys()

@@ -890,6 +890,27 @@ def test_pieces_come_last_the_largest_first_and_are_no_suspects(bench):
     assert b.scheduler.progress.retries == 0
 
 
+def test_nobody_hoards_the_pieces_of_the_tail_however_many_there_are(bench):
+    b = bench(make_leases(100, rows_each=64), leases_in_flight=4)
+    running = [start for n in range(10) for start in b.ready(f"n{n}:0")[1]]
+    assert len(running) == 40
+    pieces = 0
+
+    while running:
+        b.now += 10_000
+        actions = b.done(running.pop(0))
+        while actions:
+            for start in of(StartLease, actions):
+                if "." in start.lease.lease_id:
+                    pieces += 1
+                    assert sum(other.replica == start.replica for other in running) < 2
+                running.append(start)
+            actions = b.answer(actions)
+
+    assert b.scheduler.is_finished
+    assert pieces > 40  # more than four for each replica
+
+
 def test_a_run_of_short_leases_is_not_cut(bench):
     b = bench(make_leases(8, rows_each=8))
     _, starts = b.ready("n1:0")
