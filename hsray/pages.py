@@ -24,7 +24,7 @@ Values = Mapping[str, Scalar | npt.NDArray[np.integer] | memoryview]
 _MAGIC: Final = b"PAR1"
 _MAX_PAGE_BYTES: Final = 2**31 - 1
 # A payload is read from memory once, by pieces that stay in the cache for the second checksum. They are no smaller than
-# they have to be: each waits twice for the lock of the interpreter, which the engine's own threads hold for milliseconds.
+# they have to be: each waits twice for the interpreter's lock, which the engine's own threads hold for milliseconds.
 _PIECE_BYTES: Final = 4 * 1024 * 1024
 # pyarrow's limit; readers load every footer whole.
 _MAX_STATISTICS_BYTES: Final = 4096
