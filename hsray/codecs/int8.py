@@ -25,6 +25,8 @@ from hsray.site_storage import CodecName
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
+# The largest finite bfloat16.
+_LARGEST = np.float32(2.0**128 - 2.0**120)
 BLOCK = 64
 OUTLIERS = 4
 _LEVELS = np.float32(127)
@@ -59,6 +61,10 @@ class Int8Blocks:
             scales[block] = scale
             quotients = _by_block(rest) / to_float32(scale)[:, :, None]
             np.rint(quotients, out=quotients)
+            # A scale is rounded up, and 127 of it may be more than there is: infinity, once decoded.
+            if to_float32(scale).max() > _LARGEST / _LEVELS:
+                most = np.floor(_LARGEST / np.maximum(to_float32(scale), 1))[:, :, None]
+                np.clip(quotients, -most, most, out=quotients)
             levels[block] = quotients.reshape(len(bits), -1)[:, :hidden].astype(np.int8)
         return payload.data
 

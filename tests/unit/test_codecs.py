@@ -204,6 +204,15 @@ def test_lossy_codecs_stay_within_half_a_step_of_any_finite_values(bits: Bits) -
     assert (np.abs(int8 - original) <= step / 2 * (1 + 1e-6) + rounding).all()
 
 
+def test_the_largest_values_of_all_stay_finite() -> None:
+    largest = np.full((3, 70), 0x7F7F, np.uint16)
+    largest[1] |= 0x8000
+
+    for name in ("fp8-token", "int8-block64-outlier4"):
+        decoded = to_values(decode_bits(name, encode(name, largest), *largest.shape))
+        assert (np.abs(decoded - to_values(largest)) <= 2.0**-4 * np.abs(to_values(largest))).all()
+
+
 def test_massive_activations_survive_lossy_codecs() -> None:
     bits = states(64, 576)
     original = to_values(bits)
