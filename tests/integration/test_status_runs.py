@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made = make_run(
         tmp_path,
         rows,
-        overrides=[f"engine.args.nan_token={NAN}", "engine.args.seconds_per_token=0.04", "budgets.max_dead_fraction=1"],
+        overrides=[f"engine.args.nan_token={NAN}", "engine.args.seconds_per_token=0.1", "budgets.max_dead_fraction=1"],
     )
     made.env["HSRAY_TEST_RUN"] = str(tmp_path)
     with ended(made) as it:
