@@ -70,8 +70,8 @@ class PageWriter:
         self._row_groups: list[bytes] = []
 
     def row_group(self, values: Values) -> RowGroup:
-        """The next row. A `binary` value is a contiguous view of bytes, read once, for its CRC and
-        its digest.
+        """The next row. A `binary` value is a contiguous view of bytes, read from memory once,
+        for its CRC and its digest.
 
         Raises:
             ValueError: a value of 2 GiB, more than a page can hold.

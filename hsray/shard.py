@@ -104,12 +104,11 @@ def write_shard(
             for segment, payloads in zip(segments, made, strict=True):
                 group = pages.row_group(_values(segment, payloads))
                 pieces: list[Buffer] = []
-                digests = {}
-                for head, digest_of, (site, payload) in zip(group.heads, group.digests, payloads.items(), strict=True):
-                    digests[site] = digest_of
+                for head, payload_xxh3, payload in zip(group.heads, group.digests, group.payloads, strict=True):
                     digest.update(head)
-                    digest.update_payload(digests[site])
+                    digest.update_payload(payload_xxh3)
                     pieces += (head, payload)
+                digests = dict(zip(payloads, group.digests, strict=True))
                 upload.writelines(pieces)
                 entries.append(_located(segment.entry, group.extents, digests))
             footer = pages.footer(metadata, f"hsray version {__version__}")

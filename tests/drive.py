@@ -4,7 +4,6 @@ With the made-up engine the tokenizer comes without transformers, whose import t
 else is as a user's driver has it.
 """
 
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,7 @@ from tokenizers import Tokenizer
 import hsray.prompts
 from hsray.extract import main
 from hsray.prompts.tokenizer import PromptTokenizer
-
-FAKE = "hsray.testing:FakeEngine"
+from tests.runs import FAKE
 
 
 def load_without_transformers(model_path: str, **_: Any) -> PromptTokenizer:
@@ -35,6 +33,6 @@ def load_without_transformers(model_path: str, **_: Any) -> PromptTokenizer:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == FAKE and os.environ.get("HSRAY_TEST_TOKENIZER") != "transformers":
+    if sys.argv[1] == FAKE:
         hsray.prompts.load_tokenizer = load_without_transformers
     sys.exit(main(sys.argv[2:], engine_class=sys.argv[1]))

@@ -13,7 +13,7 @@ from hsray.cluster import RunFailed, Totals
 from hsray.config import BudgetConfig, make_config
 from hsray.driver import Driver, open_scheduler, stop_patience, tries_so_far
 from hsray.errors import StoreUnusable
-from hsray.events import PlaceFound, ReplicaReady, StopRequested
+from hsray.events import PlaceFound, ReplicaFailedToStart, ReplicaReady, StopRequested
 from hsray.ledger import Ledger
 from hsray.plan import load_plan
 from hsray.records import Lease, ResolutionSummary
@@ -215,3 +215,21 @@ def test_replicas_share_a_node_with_those_that_the_run_has(
     )
 
     assert replicas_per_node(config) == expected
+
+
+def test_a_gpu_belongs_to_one_living_replica(driver: Driver) -> None:
+    driver.job.store = open_store(driver.job.store.url)  # type: ignore[misc]
+    (first,) = driver.cluster.facts()
+    first.gpus = ("GPU-1", "GPU-2")
+    second = SimpleNamespace(**{**vars(first), "replica": "n1/1#1", "gpus": ("GPU-2", "GPU-3")})
+    both: list[Any] = [first, second]
+    driver.cluster.facts = lambda: both  # type: ignore[method-assign]
+
+    assert isinstance(driver._judge_engine(ReplicaReady("n1/0#1")), ReplicaReady)
+    refused = driver._judge_engine(ReplicaReady("n1/1#1"))
+    assert isinstance(refused, ReplicaFailedToStart)
+    assert refused.permanent
+    assert "GPU-2 of n1, as n1/0#1 does" in refused.reason
+
+    both.remove(first)  # it died
+    assert isinstance(driver._judge_engine(ReplicaReady("n1/1#1")), ReplicaReady)

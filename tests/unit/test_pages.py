@@ -1,6 +1,7 @@
 """Hand-made Parquet: what pyarrow writes of the same rows, byte for byte up to the footer, and the same footer."""
 
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hsray import pages
 from hsray.pages import PageWriter
 from hsray.schema import shard_schema
 from tests.reference_writer import reference_bytes
@@ -208,3 +211,11 @@ def test_a_list_without_elements_is_what_pyarrow_writes() -> None:
     assert_as_the_reference(rows)
     _, extents = write_pages(rows)
     assert extents[1]["input_ids"][1] == extents[2]["loss_mask"][1] == 0
+
+
+def test_checksums_of_a_payload_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = memoryview(np.random.default_rng(0).bytes(1000))
+    monkeypatch.setattr(pages, "_PIECE_BYTES", 300)
+
+    assert pages._checksums(data, 17) == (zlib.crc32(data, 17), xxhash.xxh3_64_intdigest(data))
+    assert pages._checksums(data[:0], 17) == (17, xxhash.xxh3_64_intdigest(b""))
